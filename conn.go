@@ -1,0 +1,681 @@
+package pgxgated
+
+import (
+	"context"
+	"database/sql/driver"
+	"errors"
+	"fmt"
+	"runtime"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+var (
+	_ driver.Conn               = (*conn)(nil)
+	_ driver.ConnBeginTx        = (*conn)(nil)
+	_ driver.ConnPrepareContext = (*conn)(nil)
+	_ driver.ExecerContext      = (*conn)(nil)
+	_ driver.QueryerContext     = (*conn)(nil)
+	_ driver.Pinger             = (*conn)(nil)
+	_ driver.NamedValueChecker  = (*conn)(nil)
+	_ driver.SessionResetter    = (*conn)(nil)
+	_ driver.Validator          = (*conn)(nil)
+	_ driver.Stmt               = (*stmt)(nil)
+	_ driver.StmtExecContext    = (*stmt)(nil)
+	_ driver.StmtQueryContext   = (*stmt)(nil)
+)
+
+// conn is a logical connection: what database/sql holds. It has no socket. With the first operation it takes a permit and
+// then a physical connection, and keeps both until database/sql returns it:
+//
+//	unbound → permit → physical connection → statements, transactions → IsValid or Close → unbound
+//
+// How it learns of the return (F1, F2): database/sql calls IsValid when it takes a connection back, or Close where it
+// drops it, or both, so whichever comes first ends the lease. Where a wrapper above hides both, see endPooled.
+//
+// It promises that no error of it matches driver.ErrBadConn (I11): database/sql would send the caller through the gate
+// again, or leave it with a transaction that it cannot end. Before anything ran another physical connection is taken under
+// the same permits; after that the operation stays where it is (I10) and gets the cause.
+//
+// All methods run under the lock that database/sql holds for the connection, so its state needs none. What outlives the
+// lease (draining) works on what it was handed, never on the conn.
+type conn struct {
+	c      *Connector
+	l      lease
+	closed bool
+	used   bool // an operation has ended on it
+}
+
+// lease is what one operation holds.
+type lease struct {
+	permit   handle
+	gated    bool // permit was asked for (it is the zero handle after Bypass)
+	p        *physical
+	tx       *tx
+	things   int   // operations done under it: with the second it is a pinned connection
+	fresh    bool  // nothing has run on p yet
+	ok       bool  // so far what the estimator calls successful
+	raw      bool  // p was handed out inside Raw, whose end nobody tells us
+	ours     bool  // p was closed during a call of ours, so it cannot have been hijacked
+	cause    error // why p is dead
+	pooled   bool  // no hook tells of the return: give everything back when the operation ends
+	pinned   bool  // no hook tells of the return, and it is a *sql.Conn: give the permit back when the operation ends
+	closedAt time.Time
+}
+
+// errLost is the cause where there is no better one.
+var errLost = errors.New("connection lost")
+
+// begin makes sure that the operation of kind k holds what it needs. It waits for a running permit and then for a
+// physical connection. What it returns an error for has been given back.
+func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
+	l := &c.l
+	if l.tx == nil {
+		hidden := !c.c.returns.Load()
+		if hidden {
+			pinned = pinned || pinnedCaller()
+			if l.pinned && !pinned {
+				c.end(false) // the *sql.Conn that left this here has been closed
+			}
+			if c.used && !pinned && l.p == nil {
+				c.c.warnHidden()
+			}
+		}
+		l.pooled, l.pinned = hidden && !pinned, hidden && pinned
+	}
+	if l.p != nil && l.p.closed() {
+		return c.public(ctx, l.deadErr(ctx))
+	}
+	if l.tx == nil && !l.gated && (c.c.cfg.scope == ScopeAll || k == kindRead || k == kindTx) {
+		h, err := c.c.gate.acquire(ctx, k, c.c.closing)
+		if err != nil {
+			return err
+		}
+		l.permit, l.gated = h, h != handle{}
+	}
+	if l.p == nil {
+		l.fresh, l.ok, l.things = true, true, 0
+		if err := c.take(ctx); err != nil {
+			c.c.gate.release(l.permit, false)
+			*l = lease{}
+			return err
+		}
+	}
+	if l.tx == nil {
+		if l.things++; l.things == 2 && l.gated && !l.pinned {
+			c.c.gate.relabel(l.permit, kindPinned)
+		}
+	}
+	return nil
+}
+
+// take gets a physical connection for the lease.
+func (c *conn) take(ctx context.Context) error {
+	returned := false
+	defer c.guard(&returned) // hooks of the pool may panic
+	p, err := c.c.physical(ctx)
+	returned = true
+	if err != nil {
+		return err
+	}
+	c.l.p, c.l.closedAt = p, time.Time{}
+	return nil
+}
+
+// again takes another physical connection where the one at hand turned out dead before anything ran on it; then the call
+// is to be repeated. begin says that the call was BEGIN, which may be repeated even if it was sent.
+func (c *conn) again(ctx context.Context, err *error, tries *int, begin bool) bool {
+	l := &c.l
+	if *err == nil || !l.fresh || ctx.Err() != nil || l.gaveUp(tries, c.c.src()) {
+		return false
+	}
+	var pgErr *pgconn.PgError
+	switch {
+	case l.p.conn == nil:
+		if !errors.Is(*err, driver.ErrBadConn) {
+			return false
+		}
+	case !l.p.closed():
+		return false
+	case errors.As(*err, &pgErr):
+		// A session that was ended while it was idle answers its next statement with why.
+		if !begin || !strings.HasPrefix(pgErr.Code, "57P") {
+			return false
+		}
+	case !begin && !pgconn.SafeToRetry(*err):
+		return false
+	}
+	p := l.p
+	l.p = nil
+	discard(p)
+	if took := c.take(ctx); took != nil {
+		*err = took // says more than what the dead connection said
+		return false
+	}
+	return true
+}
+
+func (l *lease) gaveUp(tries *int, s source) bool {
+	p, _ := s.size()
+	*tries++
+	return *tries > max(p, 4)+1
+}
+
+// note keeps what a call on the physical connection tells about it.
+func (c *conn) note(ctx context.Context, err error) {
+	l := &c.l
+	l.fresh = false
+	if err != nil && l.tx != nil {
+		l.ok = false
+	}
+	if l.p == nil || !l.p.closed() || l.ours {
+		return
+	}
+	l.ours, l.closedAt, l.ok = true, time.Now(), false
+	switch {
+	case ctx.Err() != nil:
+		l.cause = ctx.Err()
+	case err != nil:
+		l.cause = err
+	default:
+		l.cause = errLost
+	}
+}
+
+// deadErr is the answer to whoever uses a lease whose connection is gone.
+func (l *lease) deadErr(ctx context.Context) error {
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case l.cause != nil:
+		return l.cause
+	default:
+		return errLost
+	}
+}
+
+// public is err as it may leave the logical connection (I9, I11): the server's errors as they are, the context's own
+// where the context ended the call, and never driver.ErrBadConn.
+func (c *conn) public(ctx context.Context, err error) error {
+	if err == nil {
+		return nil
+	}
+	if errors.Is(err, driver.ErrBadConn) {
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		return fmt.Errorf("pgxgated: gate %q: %w", c.c.gate.name, errLost)
+	}
+	if done := ctx.Err(); done != nil && !errors.Is(err, done) && (c.l.p == nil || c.l.p.closed()) {
+		var pgErr *pgconn.PgError
+		if !errors.As(err, &pgErr) && !errors.Is(err, ErrOutcomeUnknown) {
+			return done // what the cut connection said is only the echo of it
+		}
+	}
+	return err
+}
+
+// guard is deferred around everything that may call a driver, a hook or an interceptor. One that panics, or ends its
+// goroutine, leaves a connection in an unknown state and reaches neither IsValid nor, maybe, Close (F17): the lease is
+// given up on the spot.
+func (c *conn) guard(returned *bool) {
+	if *returned {
+		return
+	}
+	c.l.ok = false
+	c.end(true)
+}
+
+// ExecContext runs a statement. It waits for a running permit and a physical connection where the operation has none yet.
+func (c *conn) ExecContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Result, error) {
+	return c.exec(ctx, query, args, false)
+}
+
+func (c *conn) exec(ctx context.Context, query string, args []driver.NamedValue, pinned bool) (res driver.Result, err error) {
+	if err := c.begin(ctx, kindAutocommit, pinned); err != nil {
+		return nil, err
+	}
+	returned := false
+	defer c.guard(&returned)
+	for tries := 0; ; {
+		res, err = c.l.p.ExecContext(ctx, query, args)
+		if !c.again(ctx, &err, &tries, false) {
+			break
+		}
+	}
+	returned = true
+	c.note(ctx, err)
+	err = c.public(ctx, err)
+	c.endPooled()
+	if err != nil {
+		return nil, err
+	}
+	return res, nil
+}
+
+// QueryContext runs a query. It waits as ExecContext does. The rows hold the permit until they are closed.
+func (c *conn) QueryContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Rows, error) {
+	return c.query(ctx, query, args, false)
+}
+
+func (c *conn) query(ctx context.Context, query string, args []driver.NamedValue, pinned bool) (driver.Rows, error) {
+	if err := c.begin(ctx, kindAutocommit, pinned); err != nil {
+		return nil, err
+	}
+	returned := false
+	defer c.guard(&returned)
+	var rows driver.Rows
+	var err error
+	for tries := 0; ; {
+		rows, err = c.l.p.QueryContext(ctx, query, args)
+		if !c.again(ctx, &err, &tries, false) {
+			break
+		}
+	}
+	returned = true
+	c.note(ctx, err)
+	if err != nil {
+		err = c.public(ctx, err)
+		c.endPooled()
+		return nil, err
+	}
+	raw := c.l.p.raw.takeRows()
+	hooked := rows
+	switch {
+	case raw == nil: // an interceptor answered by itself
+		raw = rows
+	case !c.l.p.hookedRows:
+		hooked = nil
+	}
+	if hooked == nil && !c.l.pooled && !c.l.pinned {
+		return raw, nil
+	}
+	if hooked == nil {
+		hooked = raw
+	}
+	return newRows(c, raw, hooked), nil
+}
+
+// PrepareContext finds out how many parameters a text takes, with one round trip under a permit for the first statement of
+// that text, and none after. The statement is its text, run on whichever connection is bound (F8).
+func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, error) {
+	pinned := !c.c.returns.Load() && pinnedCaller()
+	if n, ok := c.c.texts.get(query); ok {
+		return &stmt{c: c, query: query, inputs: n, pinned: pinned}, nil
+	}
+	if err := c.begin(ctx, kindAutocommit, pinned); err != nil {
+		return nil, err
+	}
+	returned := false
+	defer c.guard(&returned)
+	var st driver.Stmt
+	var err error
+	for tries := 0; ; {
+		st, err = c.l.p.PrepareContext(ctx, query)
+		if !c.again(ctx, &err, &tries, false) {
+			break
+		}
+	}
+	returned = true
+	c.note(ctx, err)
+	isPgx := c.l.p != nil && c.l.p.conn != nil
+	err = c.public(ctx, err)
+	c.endPooled()
+	if err != nil {
+		return nil, err
+	}
+	n := st.NumInput()
+	if isPgx {
+		c.c.texts.put(query, n) // another driver's Prepare is its own business each time: a mock counts them
+	}
+	return &stmt{c: c, query: query, inputs: n, pinned: pinned}, nil
+}
+
+// BeginTx begins a transaction. Options that the server could not take are refused before anything is taken. It waits for
+// a running permit, for a physical connection, and for the answer to BEGIN, each with its own bound.
+func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, error) {
+	src := c.c.src()
+	if src == nil {
+		return nil, c.c.errClosed()
+	}
+	if err := src.checkTxOptions(opts); err != nil {
+		return nil, err
+	}
+	k := kindTx
+	if opts.ReadOnly {
+		k = kindRead
+	}
+	if err := c.begin(ctx, k, false); err != nil {
+		return nil, err
+	}
+	returned := false
+	defer c.guard(&returned)
+	var in driver.Tx
+	var err error
+	inner := &txContext{Context: ctx}
+	for tries := 0; ; {
+		in, err = c.l.p.BeginTx(inner, opts)
+		if !c.again(ctx, &err, &tries, true) {
+			break
+		}
+	}
+	inner.begun.Store(true)
+	returned = true
+	c.note(ctx, err)
+	if err != nil {
+		c.l.ok = false
+		err = c.public(ctx, err)
+		c.endPooled()
+		return nil, err
+	}
+	t := &tx{c: c, ctx: ctx, in: in}
+	c.l.tx = t
+	return t, nil
+}
+
+// Ping asks the server without a permit: health checks must answer under overload. An unbound connection takes a physical
+// one for the length of the call.
+func (c *conn) Ping(ctx context.Context) (err error) {
+	if g, ok := ctx.Value(gateOfKey{}).(**Gate); ok {
+		*g = c.c.gate
+		return nil
+	}
+	if c.l.p != nil {
+		if c.l.p.closed() {
+			return c.l.deadErr(ctx)
+		}
+		returned := false
+		defer c.guard(&returned)
+		err := c.l.p.Ping(ctx)
+		returned = true
+		c.note(ctx, err)
+		return c.public(ctx, err)
+	}
+	// A connection that died while idle says nothing about the server, so another one is asked.
+	for tries := 0; ; tries++ {
+		p, err := c.c.physical(ctx)
+		if err != nil {
+			return err
+		}
+		err = pingOnce(ctx, p)
+		n, _ := c.c.src().size()
+		if err == nil || ctx.Err() != nil || tries > max(n, 4) {
+			return c.public(ctx, err)
+		}
+	}
+}
+
+func pingOnce(ctx context.Context, p *physical) error {
+	returned := false
+	defer func() {
+		if !returned || !p.raw.usable() {
+			discard(p)
+			return
+		}
+		p.raw.giveBack()
+	}()
+	err := p.Ping(ctx)
+	returned = true
+	return err
+}
+
+// CheckNamedValue accepts everything: pgx converts by the types of the server, and another driver's checker is asked once
+// its connection is known (F11). Nothing is bound for it.
+func (c *conn) CheckNamedValue(*driver.NamedValue) error { return nil }
+
+// ResetSession does nothing to an unbound connection, least of all network I/O. On one that still holds something it tells
+// that database/sql had taken it back unnoticed.
+func (c *conn) ResetSession(context.Context) error {
+	if c.l.p != nil {
+		c.end(false)
+	}
+	return nil
+}
+
+// IsValid is how database/sql tells that it takes the connection back (F1). It ends the lease and waits for nothing.
+//
+// It answers false where the next operation would have to wait for its permit: a Result or a Stmt of the last one locks
+// this connection, and would stand in the queue with whoever got it next (F18). Logical connections are cheap.
+func (c *conn) IsValid() bool {
+	if !c.c.returns.Load() {
+		c.c.returns.Store(true)
+	}
+	c.end(false)
+	return !c.closed && !c.c.gate.contended()
+}
+
+// Close ends the lease, if IsValid has not. It waits for nothing.
+func (c *conn) Close() error {
+	// Without an IsValid before it database/sql has found a reason to drop the connection, and one that was handed out
+	// inside Raw may be in any state (F2).
+	c.end(c.l.raw)
+	if !c.closed {
+		c.closed = true
+		c.c.connClosed()
+	}
+	return nil
+}
+
+// endPooled gives back at the operation's end where no hook tells of the return: everything for a pooled connection, the
+// permit for a pinned one, whose session must stay.
+func (c *conn) endPooled() {
+	c.used = true
+	l := &c.l
+	switch {
+	case l.tx != nil:
+	case l.pooled:
+		c.end(false)
+	case l.pinned && l.p != nil && !l.p.closed():
+		c.c.gate.release(l.permit, l.ok && l.things == 1)
+		l.permit, l.gated = handle{}, false
+	}
+}
+
+// end ends the lease: the physical connection first, then the permits. A connection that is idle, outside a transaction
+// and unbroken goes back to its pool; any other is destroyed, and the permits stay out until its end is proven (I6).
+func (c *conn) end(destroy bool) {
+	l := c.l
+	if l.p == nil && !l.gated {
+		return
+	}
+	c.l = lease{}
+	c.used = true
+	g := c.c.gate
+	switch {
+	case l.p == nil:
+		g.release(l.permit, false)
+	case !destroy && l.p.raw.usable():
+		l.p.raw.giveBack()
+		g.release(l.permit, l.ok && l.things == 1)
+	case l.permit == handle{}:
+		discard(l.p)
+	default:
+		g.drain(l.permit)
+		c.c.drain(l)
+	}
+}
+
+func (c *conn) settle(outcome string) { c.c.gate.sink.Load().tx(outcome) }
+
+// Begin and Prepare are required of a driver.Conn and not called on one with the methods above.
+func (c *conn) Begin() (driver.Tx, error) { return c.BeginTx(context.Background(), driver.TxOptions{}) }
+func (c *conn) Prepare(q string) (driver.Stmt, error) {
+	return c.PrepareContext(context.Background(), q)
+}
+
+// discard destroys a connection for which no permit waits. It does not block.
+func discard(p *physical) {
+	if p.closed() {
+		p.raw.giveBack()
+		return
+	}
+	go func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		defer cancel()
+		p.raw.discard(ctx)
+	}()
+}
+
+// drain destroys the connection of a lease and releases its permit once the server is known to be done with it. It does
+// not block.
+func (c *Connector) drain(l lease) {
+	p := l.p
+	release := func(gone bool) {
+		if !gone {
+			c.gate.countUnproven()
+		}
+		c.gate.release(l.permit, false)
+	}
+	if p.conn == nil {
+		// Another driver: closing is all that can be done, and nothing can be known.
+		go func() {
+			ctx, cancel := context.WithTimeout(context.Background(), c.cfg.rollbackTimeout)
+			defer cancel()
+			p.raw.discard(ctx)
+		}()
+		time.AfterFunc(c.cfg.drainLimit, func() {
+			c.cfg.gate.log.Warn("pgxgated: permit back without proof that the server is done: the driver gives none", "gate", c.gate.name, "after", c.cfg.drainLimit)
+			release(false)
+		})
+		return
+	}
+	pg := p.conn.PgConn()
+	b := backend{pid: pg.PID(), addr: pg.Conn().RemoteAddr(), closedAt: l.closedAt, cancel: pg.CancelRequest, done: release}
+	if !p.closed() {
+		go func() {
+			ctx, cancel := context.WithTimeout(context.Background(), c.cfg.rollbackTimeout)
+			defer cancel()
+			p.raw.discard(ctx)
+			b.closedAt = time.Now()
+			p.side.prove(b, pg)
+		}()
+		return
+	}
+	if !l.ours {
+		// Closed inside Raw: cancelled there, or hijacked. Then it is somebody else's now, and not ours to terminate.
+		b.closedAt = time.Now()
+		done := pg.CleanupDone()
+		b.cancel = nil
+		b.mayTerminate = func() bool {
+			select {
+			case <-done:
+				return true
+			default:
+				return false
+			}
+		}
+	}
+	p.raw.giveBack()
+	p.side.prove(b, pg)
+}
+
+// prove calls b.done once the backend is gone. Behind a pooler that cannot be seen: there the client's own clean-up is all
+// there is to wait for, and what comes back is counted as unproven.
+func (s *pgxSide) prove(b backend, pg *pgconn.PgConn) {
+	if !s.pooler.Load() {
+		s.v.watch(b)
+		return
+	}
+	go func() {
+		limit := time.NewTimer(s.c.cfg.drainLimit)
+		defer limit.Stop()
+		select {
+		case <-pg.CleanupDone():
+		case <-limit.C:
+		}
+		b.done(false)
+	}()
+}
+
+// stmt is a statement: its text (F8). It holds nothing, so closing it waits for nothing, which matters since
+// database/sql closes statements with its own lock held (F19).
+type stmt struct {
+	c      *conn
+	query  string
+	inputs int
+	pinned bool // prepared on a *sql.Conn
+}
+
+func (s *stmt) Close() error  { return nil }
+func (s *stmt) NumInput() int { return s.inputs }
+
+func (s *stmt) ExecContext(ctx context.Context, args []driver.NamedValue) (driver.Result, error) {
+	return s.c.exec(ctx, s.query, args, s.pinned)
+}
+
+func (s *stmt) QueryContext(ctx context.Context, args []driver.NamedValue) (driver.Rows, error) {
+	return s.c.query(ctx, s.query, args, s.pinned)
+}
+
+// database/sql prefers the methods above.
+var errNoContext = errors.New("pgxgated: use ExecContext or QueryContext")
+
+func (s *stmt) Exec([]driver.Value) (driver.Result, error) { return nil, errNoContext }
+func (s *stmt) Query([]driver.Value) (driver.Rows, error)  { return nil, errNoContext }
+
+// PgxConn returns the pgx connection of a pinned connection, to be called inside (*sql.Conn).Raw with what Raw hands out:
+//
+//	err := c.Raw(func(dc any) error {
+//		pc, err := pgxgated.PgxConn(ctx, dc)
+//		if err != nil {
+//			return err
+//		}
+//		_, err = pc.CopyFrom(ctx, table, columns, source)
+//		return err
+//	})
+//
+// Where the connection has none yet it takes a permit and a physical connection, and waits for them as a statement would;
+// both stay until the *sql.Conn is closed. The *pgx.Conn must not be used after Raw's function has returned, and should
+// not be closed. It follows the Raw() driver.Conn method of wrappers such as otelsql's. The error names what it found if
+// that leads to no connection of this package, or to one of another driver than pgx.
+func PgxConn(ctx context.Context, driverConn any) (*pgx.Conn, error) {
+	for dc := driverConn; ; {
+		switch v := dc.(type) {
+		case *conn:
+			return v.pgxConn(ctx)
+		case interface{ Raw() driver.Conn }:
+			dc = v.Raw()
+		default:
+			return nil, fmt.Errorf("pgxgated: PgxConn: a %T is no gated connection and has no Raw() driver.Conn to find one", driverConn)
+		}
+	}
+}
+
+func (c *conn) pgxConn(ctx context.Context) (*pgx.Conn, error) {
+	if err := c.begin(ctx, kindPinned, true); err != nil {
+		return nil, err
+	}
+	if c.l.p.conn == nil {
+		return nil, fmt.Errorf("pgxgated: PgxConn: the pool's driver is not pgx")
+	}
+	c.l.raw, c.l.fresh = true, false
+	return c.l.p.conn, nil
+}
+
+// pinnedCaller tells whether the call came through a *sql.Conn. It is asked only as long as no IsValid has told of a
+// return: 4 µs.
+func pinnedCaller() bool {
+	var pcs [64]uintptr
+	for skip := 3; ; skip += len(pcs) {
+		n := runtime.Callers(skip, pcs[:])
+		if n == 0 {
+			return false
+		}
+		frames := runtime.CallersFrames(pcs[:n])
+		for {
+			f, more := frames.Next()
+			switch {
+			case strings.HasPrefix(f.Function, "database/sql.(*Conn)."):
+				return true
+			case strings.HasPrefix(f.Function, "database/sql.(*DB).retry"), strings.HasPrefix(f.Function, "database/sql.(*Stmt)."):
+				return false
+			}
+			if !more {
+				break
+			}
+		}
+	}
+}

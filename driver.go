@@ -1,0 +1,520 @@
+// Package pgxgated is a database/sql driver that puts admission control in front of a pgx connection pool.
+//
+// A goroutine per request is nearly free, so an overloaded service piles thousands of callers onto a few dozen
+// connections. With this driver each operation first takes a permit: at most Running operations are at work on the
+// server, at most Waiting wait for their turn, first come first served and for a bounded time, and the rest is refused at
+// once with an error that says so.
+//
+//	db, err := sql.Open("pgx-gated", "postgres://app@db/orders?pool_max_conns=20&gate_running=16&gate_waiting=160")
+//
+// The DSN is pgx's, with pgxpool's pool_* keys and the gate_* keys of this package. [NewConnector] is for sql.OpenDB,
+// [OpenDBFromPool] gates a pgxpool that exists, and [OpenDB] any *sql.DB, a go-sqlmock one included. Nothing else in code
+// that uses database/sql changes. Leave SetMaxOpenConns alone: the connections that database/sql counts are logical ones,
+// which weigh nothing; the real ones are in the pool.
+//
+// A refusal matches [ErrRejected]. What it was is told apart by [ErrAdmissionFull], [ErrWaitTimeout] and
+// [ErrDeadlineShort]; [RejectedError] has the numbers.
+//
+// What an operation is, and how long it holds its permit: a transaction, from BeginTx until its connection is back after
+// Commit or Rollback; an autocommit statement, with its rows until they are closed; a *sql.Conn, from its first statement
+// until it is closed. Where the caller's context ends an operation, its permit stays out until the server is known to be
+// done with it, however long the caller has been gone.
+package pgxgated
+
+import (
+	"context"
+	"database/sql"
+	"database/sql/driver"
+	"errors"
+	"fmt"
+	"io"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// DriverName is the name under which the driver is registered with database/sql.
+const DriverName = "pgx-gated"
+
+var (
+	_ driver.Driver        = (*Driver)(nil)
+	_ driver.DriverContext = (*Driver)(nil)
+	_ driver.Connector     = (*Connector)(nil)
+	_ io.Closer            = (*Connector)(nil)
+)
+
+func init() {
+	// A second copy of this package in one binary (vendored, or another major version) must not panic at import.
+	if !slices.Contains(sql.Drivers(), DriverName) {
+		sql.Register(DriverName, &Driver{})
+	}
+}
+
+// Driver is the database/sql driver. Safe for concurrent use.
+type Driver struct {
+	c *Connector // of the *sql.DB whose Driver method returned this; nil for the registered one
+}
+
+// OpenConnector is what sql.Open calls. It checks the DSN and connects to nothing.
+func (d *Driver) OpenConnector(dsn string) (driver.Connector, error) { return NewConnector(dsn) }
+
+// Open returns one logical connection. It is called, once per connection, only by wrappers that know no
+// driver.DriverContext: all connections of one DSN then share one pool and one gate, which are closed some seconds after
+// the last of them.
+func (d *Driver) Open(dsn string) (driver.Conn, error) {
+	opened.mu.Lock()
+	defer opened.mu.Unlock()
+	c := opened.byDSN[dsn]
+	if c == nil || c.isClosed() {
+		var err error
+		if c, err = NewConnector(dsn); err != nil {
+			return nil, err
+		}
+		c.lingers.Store(true)
+		c.onStop = func() {
+			opened.mu.Lock()
+			if opened.byDSN[dsn] == c {
+				delete(opened.byDSN, dsn)
+			}
+			opened.mu.Unlock()
+			_ = c.Close()
+		}
+		if opened.byDSN == nil {
+			opened.byDSN = make(map[string]*Connector)
+		}
+		opened.byDSN[dsn] = c
+	}
+	return c.newConn()
+}
+
+var opened struct {
+	mu    sync.Mutex // guards byDSN; a connector's lock may be taken under it, not the other way round
+	byDSN map[string]*Connector
+}
+
+// Connector makes logical connections to one database behind one gate. Safe for concurrent use.
+type Connector struct {
+	cfg     config
+	gate    *Gate
+	release func()        // gives the share in the gate back
+	closing chan struct{} // closed by Close
+	texts   textCache
+	onStop  func()
+
+	returns atomic.Bool // an IsValid has told of a return: no wrapper hides it
+	hidden  sync.Once
+	lingers atomic.Bool // a wrapper above may hide Close
+	checked sync.Once
+	source  atomic.Pointer[source]
+
+	mu     sync.Mutex // guards what follows; no I/O under it
+	make   func() (source, error)
+	conns  int         // logical connections
+	linger *time.Timer // set while conns is 0 and lingers
+	closed bool
+}
+
+// NewConnector makes a connector for sql.OpenDB and for wrappers that take one, such as otelsql.OpenDB. It checks the DSN
+// and the options, and connects to nothing: the pool is made with the first operation. An error names the setting, the
+// value and the range, and never quotes the DSN.
+//
+// The *sql.DB that is made of it closes it. Without one, call Close.
+func NewConnector(dsn string, opts ...Option) (*Connector, error) {
+	d, err := parseDSN(dsn)
+	if err != nil {
+		return nil, fmt.Errorf("pgxgated: dsn: %w", err)
+	}
+	c := &Connector{cfg: defaultConfig(), closing: make(chan struct{})}
+	if err := errors.Join(c.cfg.applyDSN(d.keys), c.cfg.applyOptions(opts)); err != nil {
+		return nil, fmt.Errorf("pgxgated: %w", err)
+	}
+	p := int(d.pool.MaxConns)
+	setting := fmt.Sprintf("pool_max_conns %d", p)
+	if !d.sizeGave {
+		setting = fmt.Sprintf("pgxpool's default, as pool_max_conns is not given: %d", p)
+	}
+	cc := d.pool.ConnConfig
+	database := cc.Database
+	if database == "" {
+		database = cc.User
+	}
+	if err := c.enter(dsn, fmt.Sprintf("%s@%s:%d", database, cc.Host, cc.Port), p, setting); err != nil {
+		return nil, err
+	}
+	if !d.sizeGave && dsn != "" {
+		l := c.gate.Stats().Limits
+		c.cfg.gate.log.Warn("pgxgated: pool_max_conns is not given, so the limits follow from pgxpool's default",
+			"gate", c.gate.name, "pool_max_conns", p, "gate_running", l.Running, "gate_waiting", l.Waiting)
+	}
+	c.make = func() (source, error) {
+		pool, err := pgxpool.NewWithConfig(context.Background(), d.pool)
+		if err != nil {
+			return nil, err
+		}
+		return newPoolSource(c, pool, true), nil
+	}
+	return c, nil
+}
+
+// OpenDBFromPool gates a pgxpool that exists; its hooks, tracers and types keep working. Limits default to those that
+// follow from its MaxConns. The pool stays the caller's to close, after the *sql.DB, unless WithOwnPool says otherwise.
+// Direct users of the pool are not gated.
+func OpenDBFromPool(pool *pgxpool.Pool, opts ...Option) (*sql.DB, error) {
+	if pool == nil {
+		return nil, errors.New("pgxgated: the pool is nil")
+	}
+	cfg := pool.Config()
+	p := int(cfg.MaxConns)
+	cc := cfg.ConnConfig
+	return open(fmt.Sprintf("%s@%s:%d", cc.Database, cc.Host, cc.Port), p, fmt.Sprintf("the pool's MaxConns %d", p), opts,
+		func(c *Connector) (source, error) { return newPoolSource(c, pool, c.cfg.ownPool), nil })
+}
+
+// OpenDB gates any *sql.DB: one of go-sqlmock in a unit test, or of another driver. Limits must be given if the pool is
+// not bounded by SetMaxOpenConns. It opens one connection, if the server answers within two seconds, to see whether the
+// driver has what is needed: driver.ExecerContext, QueryerContext, ConnBeginTx and ConnPrepareContext; the error names
+// what is missing.
+//
+// The pool stays the caller's to close, after the *sql.DB that is returned, unless WithOwnPool says otherwise.
+//
+// With another driver than pgx COMMIT and ROLLBACK follow that driver's idea of contexts, and nothing can be known of what
+// the server still does on a connection that broke: such a permit comes back after gate_drain_limit.
+func OpenDB(pool *sql.DB, opts ...Option) (*sql.DB, error) {
+	if pool == nil {
+		return nil, errors.New("pgxgated: the pool is nil")
+	}
+	p := pool.Stats().MaxOpenConnections
+	return open(fmt.Sprintf("%T", pool.Driver()), p, fmt.Sprintf("the pool's MaxOpenConns %d", p), opts,
+		func(c *Connector) (source, error) {
+			s := &dbSource{db: pool, c: c, observer: &observer{g: c.gate}, own: c.cfg.ownPool}
+			return s, s.check()
+		})
+}
+
+// open makes a gated *sql.DB of a pool that exists.
+func open(label string, p int, setting string, opts []Option, make_ func(*Connector) (source, error)) (*sql.DB, error) {
+	c := &Connector{cfg: defaultConfig(), closing: make(chan struct{})}
+	if err := c.cfg.applyOptions(opts); err != nil {
+		return nil, fmt.Errorf("pgxgated: %w", err)
+	}
+	if err := c.enter("", label, p, setting); err != nil {
+		return nil, err
+	}
+	s, err := make_(c)
+	if err != nil {
+		c.release()
+		return nil, err
+	}
+	c.source.Store(&s)
+	return sql.OpenDB(c), nil
+}
+
+// enter finds or makes the gate.
+func (c *Connector) enter(dsn, label string, p int, setting string) error {
+	limits, err := c.cfg.resolve(p, setting)
+	if err != nil {
+		return fmt.Errorf("pgxgated: %w", err)
+	}
+	if c.cfg.shared != nil {
+		c.gate, c.release = c.cfg.shared, func() {}
+		return nil
+	}
+	c.gate, c.release, err = gates.enter(&c.cfg, dsn, label, limits)
+	return err
+}
+
+// Connect returns a logical connection. It waits for nothing.
+func (c *Connector) Connect(context.Context) (driver.Conn, error) {
+	c.checked.Do(func() {
+		// database/sql itself closes a connector that is an io.Closer. A wrapper in between may not pass that on.
+		var pc [1]uintptr
+		if runtime.Callers(4, pc[:]) == 1 {
+			f, _ := runtime.CallersFrames(pc[:]).Next()
+			if !strings.HasPrefix(f.Function, "database/sql.") {
+				c.lingers.Store(true)
+			}
+		}
+	})
+	return c.newConn()
+}
+
+// Driver returns a driver that knows this connector's gate, for GateOf.
+func (c *Connector) Driver() driver.Driver { return &Driver{c: c} }
+
+// Gate returns the gate that the connector's operations go through.
+func (c *Connector) Gate() *Gate { return c.gate }
+
+// Close ends the waiting of whoever waits with ErrClosed, lets operations that are at work finish, and closes the pool if
+// it is the connector's own. It waits for nothing. database/sql calls it from (*sql.DB).Close. Calls after the first do
+// nothing.
+func (c *Connector) Close() error {
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return nil
+	}
+	c.closed = true
+	c.make = nil
+	if c.linger != nil {
+		c.linger.Stop()
+	}
+	c.mu.Unlock()
+	close(c.closing)
+	c.release()
+	if s := c.source.Load(); s != nil {
+		return (*s).close()
+	}
+	return nil
+}
+
+func (c *Connector) isClosed() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.closed
+}
+
+func (c *Connector) errClosed() error {
+	return fmt.Errorf("pgxgated: gate %q: database: %w", c.gate.name, ErrClosed)
+}
+
+// lingerTime is how long a pool outlives its last logical connection where nobody may tell that the database was closed.
+const lingerTime = 2 * time.Second
+
+func (c *Connector) newConn() (driver.Conn, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil, c.errClosed()
+	}
+	c.conns++
+	if c.linger != nil {
+		c.linger.Stop()
+		c.linger = nil
+	}
+	return &conn{c: c}, nil
+}
+
+func (c *Connector) connClosed() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.conns--
+	if c.conns == 0 && !c.closed && c.lingers.Load() {
+		c.linger = time.AfterFunc(lingerTime, c.stopIdle)
+	}
+}
+
+// stopIdle closes the pool of a connector without logical connections. The next operation makes another one.
+func (c *Connector) stopIdle() {
+	c.mu.Lock()
+	if c.conns > 0 || c.closed {
+		c.mu.Unlock()
+		return
+	}
+	s := c.source.Load()
+	if c.make != nil {
+		c.source.Store(nil)
+	}
+	stop := c.onStop
+	c.mu.Unlock()
+	switch {
+	case stop != nil:
+		stop()
+	case c.make != nil && s != nil:
+		_ = (*s).close()
+	}
+}
+
+// src returns the pool, nil if the connector is closed and had none.
+func (c *Connector) src() source {
+	if s := c.source.Load(); s != nil {
+		return *s
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if s := c.source.Load(); s != nil {
+		return *s
+	}
+	if c.make == nil {
+		return nil
+	}
+	s, err := c.make()
+	if err != nil {
+		s = brokenSource{err}
+	}
+	c.source.Store(&s)
+	return s
+}
+
+// physical takes a physical connection, waiting at most gate_pool_wait.
+func (c *Connector) physical(ctx context.Context) (*physical, error) {
+	s := c.src()
+	if s == nil {
+		return nil, c.errClosed()
+	}
+	bounded, wait := ctx, c.cfg.poolWait
+	if d, ok := ctx.Deadline(); !ok || time.Until(d) > wait {
+		var cancel context.CancelFunc
+		bounded, cancel = context.WithTimeout(ctx, wait)
+		defer cancel()
+	}
+	p, err := s.acquire(bounded)
+	switch {
+	case err == nil:
+		return p, nil
+	case ctx.Err() != nil:
+		return nil, ctx.Err()
+	case bounded.Err() != nil:
+		size, out := s.size()
+		return nil, fmt.Errorf("pgxgated: gate %q: %w of %v (gate_pool_wait): %d of %d connections are out", c.gate.name, ErrPoolTimeout, wait, out, size)
+	case errors.Is(err, ErrClosed):
+		return nil, c.errClosed()
+	case errors.Is(err, driver.ErrBadConn):
+		return nil, fmt.Errorf("pgxgated: gate %q: the pool has no working connection: %w", c.gate.name, errLost)
+	default:
+		return nil, err
+	}
+}
+
+// warnHidden says once that a wrapper hides the return of connections.
+func (c *Connector) warnHidden() {
+	c.hidden.Do(func() {
+		c.cfg.gate.log.Warn("pgxgated: a wrapper above hides when database/sql takes a connection back, so a *sql.Conn keeps its physical connection until it is used again: call SetMaxIdleConns(0)",
+			"gate", c.gate.name)
+	})
+}
+
+// brokenSource is a pool that could not be made.
+type brokenSource struct{ err error }
+
+func (s brokenSource) acquire(context.Context) (*physical, error) { return nil, s.err }
+func (s brokenSource) checkTxOptions(driver.TxOptions) error      { return nil }
+func (s brokenSource) size() (int, int)                           { return 0, 0 }
+func (s brokenSource) close() error                               { return nil }
+
+// gateOfKey carries a **Gate through Ping.
+type gateOfKey struct{}
+
+// GateOf returns the gate of a gated *sql.DB, also below wrappers of the driver such as otelsql's, or nil if it is not
+// gated. It asks the database's driver, then a ping that carries a key: a gated connection answers that without a
+// server, an ungated one may ping its server, for at most a second.
+func GateOf(db *sql.DB) *Gate {
+	if db == nil {
+		return nil
+	}
+	if d, ok := db.Driver().(*Driver); ok && d.c != nil {
+		return d.c.gate
+	}
+	var g *Gate
+	ctx, cancel := context.WithTimeout(context.WithValue(context.Background(), gateOfKey{}, &g), time.Second)
+	defer cancel()
+	_ = db.PingContext(ctx)
+	return g
+}
+
+// gates are those that were opened by name or DSN, so that what is opened again finds its budget.
+var gates registry
+
+type registry struct {
+	mu     sync.Mutex // guards what follows; a gate's lock may be taken under it
+	shared map[string]*sharedGate
+	labels map[string]bool
+}
+
+type sharedGate struct {
+	gate   *Gate
+	limits Limits // those it was created with
+	users  int
+}
+
+// enter returns the gate of a name, or of a DSN, and the function that gives the share in it back; the last one closes it.
+func (r *registry) enter(cfg *config, dsn, label string, limits Limits) (*Gate, func(), error) {
+	key := ""
+	switch {
+	case cfg.gateName != "":
+		key, label = "name "+cfg.gateName, cfg.gateName
+	case dsn != "":
+		// The same DSN opened twice, in the same way, is one service that must not get its budget twice.
+		key = fmt.Sprintf("dsn %s\x00%v\x00%v\x00%v", dsn, limits, cfg.gate.mode, cfg.gate.deadlineAware)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if s := r.shared[key]; s != nil && key != "" {
+		if cfg.gave("gate_running") && limits.Running != s.limits.Running ||
+			cfg.gave("gate_waiting") && limits.Waiting != s.limits.Waiting ||
+			cfg.gave("gate_max_wait") && limits.MaxWait != s.limits.MaxWait {
+			return nil, nil, fmt.Errorf("pgxgated: gate %q exists with other limits: it has (%v), this has (%v)", cfg.gateName, s.limits, limits)
+		}
+		s.users++
+		return s.gate, r.leaver(key, s), nil
+	}
+	for n, base := 2, label; r.labels[label]; n++ {
+		label = fmt.Sprintf("%s#%d", base, n)
+	}
+	g, err := newGate(label, limits, cfg.gate)
+	if err != nil {
+		return nil, nil, err
+	}
+	if r.labels == nil {
+		r.labels, r.shared = make(map[string]bool), make(map[string]*sharedGate)
+	}
+	r.labels[label] = true
+	s := &sharedGate{gate: g, limits: limits, users: 1}
+	if key != "" {
+		r.shared[key] = s
+	}
+	return g, r.leaver(key, s), nil
+}
+
+func (r *registry) leaver(key string, s *sharedGate) func() {
+	return sync.OnceFunc(func() {
+		r.mu.Lock()
+		s.users--
+		last := s.users == 0
+		if last {
+			delete(r.labels, s.gate.name)
+			if r.shared[key] == s {
+				delete(r.shared, key)
+			}
+		}
+		r.mu.Unlock()
+		if last {
+			_ = s.gate.Close()
+		}
+	})
+}
+
+// textCache remembers how many parameters a statement's text takes. That follows from the text alone, so it never
+// becomes wrong; it is bounded by forgetting any when full.
+type textCache struct {
+	mu     sync.Mutex // guards inputs
+	inputs map[string]int
+}
+
+const maxTexts = 1024
+
+func (t *textCache) get(text string) (int, bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n, ok := t.inputs[text]
+	return n, ok
+}
+
+func (t *textCache) put(text string, n int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.inputs == nil {
+		t.inputs = make(map[string]int)
+	}
+	if len(t.inputs) >= maxTexts {
+		for any := range t.inputs {
+			delete(t.inputs, any)
+			break
+		}
+	}
+	t.inputs[text] = n
+}

@@ -1,0 +1,1180 @@
+package pgxgated
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/bits"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/pgxgated/pgxgated/internal/telemetry"
+)
+
+// Gate is the admission controller in front of a pool; elsewhere called a bulkhead.
+//
+// An operation first takes an admission permit (Running+Waiting of them, refused at once when none is left) and then a
+// running permit (Running of them, granted first come, first served, after at most MaxWait). It holds both until it is
+// released.
+//
+// What the gate promises, by number:
+//
+//	I1  running ≤ Running and waiting ≤ Waiting at every instant. After SetLimits has lowered a limit, holders finish
+//	    and nobody enters until the limit is met again.
+//	I2  while a running permit is free nobody waits who could use it, at the gate's level and at a workload's. Both
+//	    levels are granted in one step under the lock: nobody holds one while waiting for the other.
+//	I3  each permit is released exactly once, however the operation ends.
+//	I4  first come, first served within a workload (and across workloads among those that may run); a dead head of the
+//	    queue never blocks those behind it.
+//	I5  a context that was done before the grant never gets a permit; a grant that races with a cancellation is handed on.
+//	I7  admitted = running + waiting; everything is 0 when idle.
+//
+// The flow, under one lock:
+//
+//	acquire: room and nobody ahead → running
+//	         no admission permit   → ErrAdmissionFull
+//	         cannot make deadline  → ErrDeadlineShort
+//	         otherwise             → queue, until granted, MaxWait, hopeless, context done or closed
+//	release: running-1, then hand over to the first in line that may run
+//
+// Rejected: two counting semaphores, one per level, as this is usually written by hand. Between them a permit is free
+// while its waiter has not woken yet (I2), a waiter that gives up must be told apart from one that was just granted in
+// two places, and both bounds are only approximate. The measured cost is the same.
+//
+// A Gate is safe for concurrent use. It knows nothing of databases: work outside database/sql takes a permit of the same
+// budget with [Gate.Acquire].
+type Gate struct {
+	name          string
+	observe       bool
+	deadlineAware bool
+	log           *slog.Logger
+	sink          atomic.Pointer[sink] // metrics, while attached
+	epoch         time.Time            // the gate's clock is the time since then: one monotonic reading, no wall clock
+
+	mu       sync.Mutex // guards what follows; no I/O, no callback, no pool call, no method of a context under it
+	limits   Limits
+	running  int
+	waiting  int
+	draining int
+	closed   bool
+	seq      uint64    // order of arrival across queues
+	budgets  []*budget // [0] is the gate's own, for calls without a workload; then the workloads in order
+	named    map[string]*budget
+	slots    []slot // permits that are out, and free places
+	free     int32  // first free place, -1 none
+	oldest   int32  // permits in order of grant
+	newest   int32
+	spare    *waiter // waiters to use again; per gate, since timers and channels belong to a testing/synctest bubble
+	bypassed uint64
+	unproven uint64
+	killed   uint64
+	waitTime time.Duration
+	holdTime time.Duration
+	meanHold float64 // nanoseconds, exponentially weighted; for RetryAfter
+	virtual  virtualQueue
+}
+
+// Limits are the bounds of a gate or of one of its workloads.
+type Limits struct {
+	// Running is B, the number of running permits: how many operations may be at work at once. 1 or more. It counts
+	// operations, not requests per second.
+	Running int
+
+	// Waiting is Q, how many admitted operations may wait for a running permit. 0 means that nobody waits: what finds no
+	// running permit is refused.
+	Waiting int
+
+	// MaxWait is the longest an admitted operation waits for a running permit. It is a clock of its own, not the
+	// context's. 0 means never wait. [WithMaxWait] sets it for one call.
+	MaxWait time.Duration
+}
+
+// The largest limits that make sense; they keep Running+Waiting far from overflow and catch a swapped argument.
+const (
+	maxPermits = 1_000_000
+	maxMaxWait = 24 * time.Hour
+)
+
+func (l Limits) validate() error {
+	switch {
+	case l.Running < 1 || l.Running > maxPermits:
+		return fmt.Errorf("running (gate_running, Limits.Running) is %d, want 1 to %d", l.Running, maxPermits)
+	case l.Waiting < 0 || l.Waiting > maxPermits:
+		return fmt.Errorf("waiting (gate_waiting, Limits.Waiting) is %d, want 0 to %d", l.Waiting, maxPermits)
+	case l.MaxWait < 0 || l.MaxWait > maxMaxWait:
+		return fmt.Errorf("max wait (gate_max_wait, Limits.MaxWait) is %v, want 0s to %v", l.MaxWait, maxMaxWait)
+	}
+	return nil
+}
+
+func (l Limits) String() string {
+	return fmt.Sprintf("running %d, waiting %d, max wait %v", l.Running, l.Waiting, l.MaxWait)
+}
+
+// The reasons of a refusal. The three are [ErrRejected] too, never match a context's error or driver.ErrBadConn, and
+// call for different answers, so they are never added up into one number.
+var (
+	// ErrRejected is matched by every refusal of a gate.
+	ErrRejected = errors.New("rejected by the gate")
+	// ErrAdmissionFull: all Running+Waiting admission permits were out. Refused at once.
+	ErrAdmissionFull error = reason("admission full")
+	// ErrWaitTimeout: admitted, but no running permit came within MaxWait.
+	ErrWaitTimeout error = reason("no running permit within the maximum wait")
+	// ErrDeadlineShort: the caller's deadline leaves less time than such work takes. Nothing has run out yet, so it does
+	// not match context.DeadlineExceeded.
+	ErrDeadlineShort error = reason("deadline too short for such work")
+)
+
+var (
+	// ErrPoolTimeout: permits were held, but no physical connection came within gate_pool_wait.
+	ErrPoolTimeout = errors.New("no physical connection within the pool wait")
+	// ErrClosed: the gate or the gated database was closed.
+	ErrClosed = errors.New("closed")
+	// ErrNested: work inside InTx asked the same gate for a second permit, for which it might wait for itself.
+	ErrNested = errors.New("already inside a transaction of this gate")
+	// ErrUnknownWorkload: the call names a workload that the gate does not have.
+	ErrUnknownWorkload = errors.New("unknown workload")
+	// ErrOutcomeUnknown: COMMIT was sent and its answer never came; it may have been carried out.
+	ErrOutcomeUnknown = errors.New("outcome of COMMIT unknown")
+)
+
+type reason string
+
+func (r reason) Error() string        { return string(r) }
+func (r reason) Is(target error) bool { return target == ErrRejected }
+
+// RejectedError is the error of a refusal. It matches [ErrRejected] and its Reason with errors.Is.
+type RejectedError struct {
+	Gate     string
+	Workload string        // "" without one
+	Reason   error         // ErrAdmissionFull, ErrWaitTimeout or ErrDeadlineShort
+	Limits   Limits        // those that refused: the workload's where it is the narrower one
+	Running  int           // at work when it was refused, at the level of Limits
+	Waiting  int           // in the queue when it was refused, at the level of Limits
+	Waited   time.Duration // how long the call had waited
+
+	retryAfter time.Duration
+}
+
+func (e *RejectedError) Error() string {
+	of := ""
+	if e.Workload != "" {
+		of = fmt.Sprintf(" workload %q", e.Workload)
+	}
+	waited := ""
+	if e.Waited > 0 {
+		waited = fmt.Sprintf(" after %v", e.Waited.Round(time.Microsecond))
+	}
+	return fmt.Sprintf("pgxgated: gate %q%s: %v%s (%d of %d running, %d of %d waiting, max wait %v)",
+		e.Gate, of, e.Reason, waited, e.Running, e.Limits.Running, e.Waiting, e.Limits.Waiting, e.Limits.MaxWait)
+}
+
+func (e *RejectedError) Unwrap() error { return e.Reason }
+
+// RetryAfter estimates when a new attempt may find a free place: the time in which those that were ahead of this call
+// are served at the mean hold of late. It is an estimate for a Retry-After header or a client's backoff, never a promise;
+// add jitter, and a budget, before you retry at all. Between 1 ms and 30 s.
+func (e *RejectedError) RetryAfter() time.Duration {
+	return min(max(e.retryAfter, time.Millisecond), 30*time.Second)
+}
+
+// Stats is one consistent snapshot of a gate.
+type Stats struct {
+	Limits Limits
+
+	// Gauges. Running includes Draining: operations whose caller is gone while the server is not yet known to be done.
+	Running, Waiting, Draining int
+
+	// Counters. Their sum is the number of calls, except those that named an unknown workload (a programming error, refused
+	// before admission).
+	Acquired, AdmissionFull, WaitTimeout, DeadlineShort, Canceled, Closed, Bypassed uint64
+
+	// WouldReject counts, in observe mode, what enforce mode would have refused, by reason: "admission_full",
+	// "wait_timeout", "deadline_short". Nil in enforce mode.
+	WouldReject map[string]uint64
+
+	// DrainsUnproven counts permits that came back without proof that the server was done. TerminatedBackends counts
+	// those that had to be ended with pg_terminate_backend to get that proof.
+	DrainsUnproven, TerminatedBackends uint64
+
+	WaitTime, HoldTime     time.Duration // sums over all calls that waited, and over all permits that came back
+	OldestWait, OldestHold time.Duration // 0 if nobody waits, nobody holds
+
+	// Estimates are the p10 of successful holds by kind ("autocommit", "read", "tx") that deadline-aware admission compares
+	// a deadline with. A kind without an estimate is absent.
+	Estimates map[string]time.Duration
+
+	// Workloads has a snapshot for each workload, taken at the same instant. Nil without workloads. Bypassed and
+	// DrainsUnproven are counted for the gate only.
+	Workloads map[string]Stats
+}
+
+// Mode says what a gate does with what it would refuse.
+type Mode string
+
+const (
+	Enforce Mode = "enforce" // refuse it
+	Observe Mode = "observe" // let everything through at once, and count what enforce mode would have refused
+)
+
+// gateConfig is what belongs to a gate rather than to one database that is behind it.
+type gateConfig struct {
+	mode          Mode
+	deadlineAware bool
+	workloads     []workload
+	log           *slog.Logger
+	given         map[string]string // DSN keys of the settings that were given, and by what
+}
+
+type workload struct {
+	name   string
+	limits Limits // MaxWait is the gate's
+}
+
+// NewGate makes a gate. Its name stands in errors and metrics and need not be unique; to share a gate between databases
+// hand it to each of them with [WithGate]. The error names the limit that is out of range. Close it when it is no longer
+// needed: that ends the waiting of whoever waits.
+func NewGate(name string, l Limits, opts ...GateOption) (*Gate, error) {
+	cfg := gateConfig{mode: Enforce, deadlineAware: true, log: slog.Default()}
+	for _, o := range opts {
+		if o == nil {
+			return nil, fmt.Errorf("pgxgated: gate %q: a GateOption is nil", name)
+		}
+		if err := o.applyGate(&cfg); err != nil {
+			return nil, fmt.Errorf("pgxgated: gate %q: %w", name, err)
+		}
+	}
+	return newGate(name, l, cfg)
+}
+
+func newGate(name string, l Limits, cfg gateConfig) (*Gate, error) {
+	if err := l.validate(); err != nil {
+		return nil, fmt.Errorf("pgxgated: gate %q: %w", name, err)
+	}
+	g := &Gate{
+		name:          name,
+		observe:       cfg.mode == Observe,
+		deadlineAware: cfg.deadlineAware,
+		log:           cfg.log,
+		epoch:         time.Now(),
+		limits:        l,
+		budgets:       []*budget{{limits: Limits{Running: maxPermits, Waiting: maxPermits}}},
+		free:          -1,
+		oldest:        -1,
+		newest:        -1,
+	}
+	for _, w := range cfg.workloads {
+		if err := w.limits.validate(); err != nil {
+			return nil, fmt.Errorf("pgxgated: gate %q workload %q: %w", name, w.name, err)
+		}
+		if w.limits.Running > l.Running {
+			return nil, fmt.Errorf("pgxgated: gate %q workload %q: running is %d, more than the gate's own %d", name, w.name, w.limits.Running, l.Running)
+		}
+		b := &budget{name: w.name, limits: w.limits}
+		if g.named == nil {
+			g.named = make(map[string]*budget)
+		}
+		if w.name == "" || g.named[w.name] != nil {
+			return nil, fmt.Errorf("pgxgated: gate %q: workload name %q is empty or given twice", name, w.name)
+		}
+		g.named[w.name] = b
+		g.budgets = append(g.budgets, b)
+	}
+	return g, nil
+}
+
+// Name is the gate's label in errors and metrics.
+func (g *Gate) Name() string { return g.name }
+
+// kind is what an operation is.
+type kind uint8
+
+const (
+	kindHand       kind = iota // a permit taken with Acquire: asks no estimate and feeds none
+	kindAutocommit             // a statement outside a transaction, with its rows
+	kindRead                   // a read-only transaction
+	kindTx                     // a transaction
+	kindPinned                 // a *sql.Conn: as long as its user likes, so neither asked nor sampled
+	kinds
+)
+
+var kindNames = [kinds]string{"hand", "autocommit", "read", "tx", "pinned"}
+
+func (k kind) String() string { return kindNames[k] }
+
+// estimated tells whether holds of this kind say something about the next one.
+func (k kind) estimated() bool { return k == kindAutocommit || k == kindRead || k == kindTx }
+
+// Acquire takes a permit for work outside database/sql that must share the budget. It waits for a running permit, at
+// most MaxWait (or [WithMaxWait]), and honours [WithWorkload] and [Bypass].
+//
+// On success the caller must call Release when the work is done; the permit counts until then. On failure nothing is
+// held, and the error is a *RejectedError (ErrAdmissionFull, ErrWaitTimeout), ErrClosed, ErrUnknownWorkload, or the
+// context's own error exactly when the context ended the wait. A context that is already done gets no permit.
+//
+// Uncontended, a pair of Acquire and Release costs about 60 ns and no allocation.
+func (g *Gate) Acquire(ctx context.Context) (*Permit, error) {
+	return (&Permit{g: g}).take(ctx) // inlined: a permit that does not escape its caller costs no allocation
+}
+
+// Permit is a running permit together with its admission permit.
+type Permit struct {
+	g *Gate
+	h handle
+}
+
+//go:noinline
+func (p *Permit) take(ctx context.Context) (*Permit, error) {
+	h, err := p.g.acquire(ctx, kindHand, nil)
+	if err != nil {
+		return nil, err
+	}
+	p.h = h
+	return p, nil
+}
+
+// Release gives the permit back and hands it to the first in line. It waits for nothing. Calls after the first do
+// nothing. Safe for concurrent use.
+func (p *Permit) Release() { p.g.release(p.h, false) }
+
+// handle names a permit that is out: a slot and its generation, so that a second release finds that the slot has moved
+// on. The zero handle names none.
+type handle struct {
+	slot int32
+	gen  uint32
+}
+
+// slot is the state of a permit that is out.
+type slot struct {
+	gen        uint32 // odd while out
+	kind       kind
+	draining   bool
+	virtual    virtualState
+	next, prev int32 // by order of grant
+	b          *budget
+	since      time.Duration
+}
+
+// acquire takes a permit for an operation of kind k. closed, if not nil, ends the wait with ErrClosed.
+func (g *Gate) acquire(ctx context.Context, k kind, closed <-chan struct{}) (handle, error) {
+	c := callOf(ctx)
+	if c.held != nil && c.held.blocks(g) {
+		return handle{}, fmt.Errorf("pgxgated: gate %q: %w", g.name, ErrNested)
+	}
+	err := ctx.Err()
+	var deadline time.Duration // 0: none
+	if g.deadlineAware && k.estimated() {
+		if d, ok := ctx.Deadline(); ok {
+			deadline = max(d.Sub(g.epoch), 1)
+		}
+	}
+	now := g.now()
+
+	g.mu.Lock()
+	b := g.budgets[0]
+	if c.hasWorkload {
+		if b = g.named[c.workload]; b == nil {
+			g.mu.Unlock()
+			return handle{}, fmt.Errorf("pgxgated: gate %q: %w: %q", g.name, ErrUnknownWorkload, c.workload)
+		}
+	}
+	switch {
+	case err != nil:
+		b.canceled++
+		g.mu.Unlock()
+		return handle{}, err
+	case g.closed:
+		b.closed++
+		g.mu.Unlock()
+		return handle{}, g.errClosed()
+	case c.bypass:
+		g.bypassed++
+		g.mu.Unlock()
+		return handle{}, nil
+	case g.observe:
+		h := g.observeLocked(b, k, deadline, c, now)
+		g.mu.Unlock()
+		return h, nil
+	case b.queue.first == nil && g.running < g.limits.Running && b.running < b.limits.Running:
+		h := g.grantLocked(b, k, now)
+		b.acquired++
+		g.mu.Unlock()
+		return h, nil
+	}
+	return g.wait(ctx, closed, b, k, deadline, c, now)
+}
+
+// wait queues, or refuses. It is called with mu held and releases it.
+func (g *Gate) wait(ctx context.Context, closed <-chan struct{}, b *budget, k kind, deadline time.Duration, c call, now time.Duration) (handle, error) {
+	maxWait := g.limits.MaxWait
+	if c.hasMaxWait {
+		maxWait = c.maxWait
+	}
+	hopeless := b.hopelessAt(k, deadline)
+	var why error
+	switch {
+	case g.waiting >= g.limits.Waiting || g.running+g.waiting >= g.limits.Running+g.limits.Waiting || b.fullLocked():
+		why = ErrAdmissionFull
+		b.admissionFull++
+	case hopeless != 0 && now > hopeless:
+		why = ErrDeadlineShort
+		b.deadlineShort++
+	case maxWait <= 0:
+		why = ErrWaitTimeout
+		b.waitTimeout++
+	}
+	if why != nil {
+		e := g.rejectedLocked(b, why, 0, maxWait)
+		g.mu.Unlock()
+		return handle{}, e
+	}
+
+	w := g.waiterLocked()
+	g.seq++
+	w.b, w.kind, w.seq, w.since, w.deadline = b, k, g.seq, now, deadline
+	b.queue.push(w)
+	b.waiting++
+	g.waiting++
+	g.mu.Unlock()
+
+	// One timer for whichever comes first: the end of MaxWait, or the moment at which the work could no longer be done in
+	// time. The latter is where a refusal still helps the caller; at the deadline itself it would be too late.
+	end, short := maxWait, false
+	if hopeless != 0 && hopeless-now < end {
+		end, short = hopeless-now, true
+	}
+	w.arm(end)
+	var cause error
+	select {
+	case <-w.wake:
+	case <-w.timer.C:
+		cause = ErrWaitTimeout
+		if short {
+			cause = ErrDeadlineShort
+		}
+	case <-ctx.Done():
+		cause = ctx.Err()
+	case <-closed:
+		cause = ErrClosed
+	}
+	w.timer.Stop()
+	dead := ctx.Err()
+	now = g.now()
+
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	h, woken := w.h, w.end
+	waited := now - w.since
+	g.waitTime += waited
+	if woken == waiting {
+		b.queue.remove(w)
+		b.waiting--
+		g.waiting--
+	} else if cause != nil {
+		<-w.wake // the grant raced with us and has been signalled: leave the channel empty
+	}
+	g.spareLocked(w)
+	switch {
+	case woken == granted && (dead != nil || cause == ErrClosed):
+		// I5: the grant raced with the end of the wait, so it is handed on.
+		g.takeBackLocked(h, now, false)
+	case woken == granted:
+		// Also where MaxWait passed at the same instant: it has a permit, and refusing now helps nobody.
+		b.acquired++
+		return h, nil
+	case woken == refused:
+		cause = ErrDeadlineShort
+	case woken == shut:
+		cause = ErrClosed
+	}
+	switch {
+	case cause == ErrClosed:
+		b.closed++
+		return handle{}, g.errClosed()
+	case dead != nil:
+		b.canceled++
+		return handle{}, dead
+	case cause == ErrDeadlineShort:
+		b.deadlineShort++
+	default:
+		b.waitTimeout++
+	}
+	return handle{}, g.rejectedLocked(b, cause, waited, maxWait)
+}
+
+// release gives a permit back. ok tells that the operation was successful, so that its hold says how long such work takes:
+// committed, or rolled back by the caller with a live context and no server error; an autocommit operation whose
+// connection came back healthy.
+func (g *Gate) release(h handle, ok bool) {
+	if h.gen == 0 {
+		return
+	}
+	now := g.now()
+	g.mu.Lock()
+	g.takeBackLocked(h, now, ok)
+	g.mu.Unlock()
+}
+
+// relabel tells the gate that an operation has turned out to be of another kind: a connection that does a second thing
+// under one permit is pinned, which cannot be known when it does its first.
+func (g *Gate) relabel(h handle, k kind) {
+	g.mu.Lock()
+	if s := g.slotLocked(h); s != nil {
+		s.kind = k
+	}
+	g.mu.Unlock()
+}
+
+// drain marks a permit whose caller is gone while the server is not yet known to be done. It counts as running until it
+// is released.
+func (g *Gate) drain(h handle) {
+	g.mu.Lock()
+	if s := g.slotLocked(h); s != nil && !s.draining {
+		s.draining = true
+		s.b.draining++
+		g.draining++
+	}
+	g.mu.Unlock()
+}
+
+// countUnproven counts a drain that ended without proof.
+func (g *Gate) countUnproven() {
+	g.mu.Lock()
+	g.unproven++
+	g.mu.Unlock()
+}
+
+// countTerminated counts a backend that had to be terminated.
+func (g *Gate) countTerminated() {
+	g.mu.Lock()
+	g.killed++
+	g.mu.Unlock()
+}
+
+// contended tells whether the next operation would have to wait. The logical connections ask it (F18).
+func (g *Gate) contended() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.waiting > 0 || g.running >= g.limits.Running
+}
+
+// SetLimits changes the limits from now on. Raising them grants to those who wait; lowering them takes nothing away:
+// holders finish, waiters stay, and nobody enters until the new limits are met. The error names the limit that is out of
+// range or a workload that would exceed the gate; then nothing has changed. MaxWait counts for calls that come later.
+func (g *Gate) SetLimits(l Limits) error {
+	if err := l.validate(); err != nil {
+		return fmt.Errorf("pgxgated: gate %q: %w", g.name, err)
+	}
+	now := g.now()
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, b := range g.budgets[1:] {
+		if b.limits.Running > l.Running {
+			return fmt.Errorf("pgxgated: gate %q: running %d is less than the %d of workload %q", g.name, l.Running, b.limits.Running, b.name)
+		}
+	}
+	g.limits = l
+	g.handOverLocked(now)
+	return nil
+}
+
+// SetWorkloadLimits does for one workload what SetLimits does for the gate. MaxWait is the gate's and must be 0 or equal
+// to it. ErrUnknownWorkload if the gate has no such workload.
+func (g *Gate) SetWorkloadLimits(workload string, l Limits) error {
+	if err := l.validate(); err != nil {
+		return fmt.Errorf("pgxgated: gate %q workload %q: %w", g.name, workload, err)
+	}
+	now := g.now()
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	b := g.named[workload]
+	switch {
+	case b == nil:
+		return fmt.Errorf("pgxgated: gate %q: %w: %q", g.name, ErrUnknownWorkload, workload)
+	case l.MaxWait != 0 && l.MaxWait != g.limits.MaxWait:
+		return fmt.Errorf("pgxgated: gate %q workload %q: max wait is %v, want 0s or the gate's %v", g.name, workload, l.MaxWait, g.limits.MaxWait)
+	case l.Running > g.limits.Running:
+		return fmt.Errorf("pgxgated: gate %q workload %q: running is %d, more than the gate's own %d", g.name, workload, l.Running, g.limits.Running)
+	}
+	b.limits = l
+	g.handOverLocked(now)
+	return nil
+}
+
+// Close ends every wait with ErrClosed and refuses what comes later. Permits that are out stay valid and are counted
+// until they are released. It waits for nothing, and is idempotent; the error is always nil.
+func (g *Gate) Close() error {
+	g.mu.Lock()
+	g.closed = true
+	for _, b := range g.budgets {
+		for w := b.queue.first; w != nil; w = b.queue.first {
+			g.wakeLocked(w, shut)
+		}
+	}
+	g.mu.Unlock()
+	return nil
+}
+
+// Stats returns a snapshot. It costs some hundred nanoseconds under the gate's lock.
+func (g *Gate) Stats() Stats {
+	now := g.now()
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.observe {
+		g.sweepLocked(now)
+	}
+	s := Stats{
+		Limits: g.limits, Running: g.running, Waiting: g.waiting, Draining: g.draining,
+		Bypassed: g.bypassed, DrainsUnproven: g.unproven, TerminatedBackends: g.killed, WaitTime: g.waitTime, HoldTime: g.holdTime,
+	}
+	if g.observe {
+		s.WouldReject = map[string]uint64{"admission_full": 0, "wait_timeout": 0, "deadline_short": 0}
+	}
+	for i, b := range g.budgets {
+		bs := b.statsLocked(g.observe, now)
+		s.Acquired += bs.Acquired
+		s.AdmissionFull += bs.AdmissionFull
+		s.WaitTimeout += bs.WaitTimeout
+		s.DeadlineShort += bs.DeadlineShort
+		s.Canceled += bs.Canceled
+		s.Closed += bs.Closed
+		s.OldestWait = max(s.OldestWait, bs.OldestWait)
+		for r, n := range bs.WouldReject {
+			s.WouldReject[r] += n
+		}
+		if i == 0 {
+			s.Estimates = bs.Estimates
+			continue
+		}
+		bs.Limits.MaxWait = g.limits.MaxWait
+		if s.Workloads == nil {
+			s.Workloads = make(map[string]Stats)
+		}
+		s.Workloads[b.name] = bs
+	}
+	for i := g.oldest; i >= 0; i = g.slots[i].next {
+		sl := &g.slots[i]
+		hold := now - sl.since
+		s.OldestHold = max(s.OldestHold, hold)
+		if sl.b.name == "" {
+			continue
+		}
+		if bs := s.Workloads[sl.b.name]; bs.OldestHold == 0 {
+			bs.OldestHold = hold
+			s.Workloads[sl.b.name] = bs
+		}
+	}
+	return s
+}
+
+func (g *Gate) now() time.Duration { return time.Since(g.epoch) }
+
+func (g *Gate) errClosed() error { return fmt.Errorf("pgxgated: gate %q: %w", g.name, ErrClosed) }
+
+func (g *Gate) rejectedLocked(b *budget, why error, waited, maxWait time.Duration) *RejectedError {
+	e := &RejectedError{
+		Gate: g.name, Workload: b.name, Reason: why, Waited: waited,
+		Limits: g.limits, Running: g.running, Waiting: g.waiting,
+		retryAfter: time.Duration(g.meanHold * float64(g.waiting+1) / float64(g.limits.Running)),
+	}
+	if b.name != "" && (b.running >= b.limits.Running || b.fullLocked()) {
+		e.Limits, e.Running, e.Waiting = b.limits, b.running, b.waiting
+		e.retryAfter = time.Duration(g.meanHold * float64(b.waiting+1) / float64(b.limits.Running))
+	}
+	e.Limits.MaxWait = maxWait
+	return e
+}
+
+// grantLocked takes a slot for an operation that may run.
+func (g *Gate) grantLocked(b *budget, k kind, now time.Duration) handle {
+	g.running++
+	b.running++
+	i := g.free
+	if i < 0 {
+		i = int32(len(g.slots))
+		g.slots = append(g.slots, slot{})
+	} else {
+		g.free = g.slots[i].next
+	}
+	s := &g.slots[i]
+	s.gen++
+	s.kind, s.b, s.since, s.draining, s.virtual = k, b, now, false, virtualNone
+	s.next, s.prev = -1, g.newest
+	if g.newest >= 0 {
+		g.slots[g.newest].next = i
+	} else {
+		g.oldest = i
+	}
+	g.newest = i
+	return handle{i, s.gen}
+}
+
+// slotLocked returns the slot of a permit that is out, or nil (I3).
+func (g *Gate) slotLocked(h handle) *slot {
+	if h.gen&1 == 0 || int(h.slot) >= len(g.slots) || g.slots[h.slot].gen != h.gen {
+		return nil
+	}
+	return &g.slots[h.slot]
+}
+
+// takeBackLocked frees a permit and hands over. A second call for the same handle does nothing (I3).
+func (g *Gate) takeBackLocked(h handle, now time.Duration, ok bool) {
+	s := g.slotLocked(h)
+	if s == nil {
+		return
+	}
+	s.gen++
+	g.running--
+	s.b.running--
+	if s.draining {
+		s.b.draining--
+		g.draining--
+	}
+	hold := now - s.since
+	g.holdTime += hold
+	g.meanHold += (float64(hold) - g.meanHold) / 16
+	if ok && s.kind.estimated() {
+		s.b.estimates[s.kind].add(hold)
+	}
+	if s.prev >= 0 {
+		g.slots[s.prev].next = s.next
+	} else {
+		g.oldest = s.next
+	}
+	if s.next >= 0 {
+		g.slots[s.next].prev = s.prev
+	} else {
+		g.newest = s.prev
+	}
+	if s.virtual != virtualNone {
+		g.leaveLocked(h.slot, s.virtual, now)
+	}
+	s.next = g.free
+	g.free = h.slot
+	g.handOverLocked(now)
+}
+
+// handOverLocked grants to those in line as long as somebody may run (I2). The first to come among the heads of the
+// queues that may run is next (I4). One that can no longer make its deadline is refused here if its timer has not done
+// so yet, unless it is alone: then nothing is lost by letting it try.
+func (g *Gate) handOverLocked(now time.Duration) {
+	for g.running < g.limits.Running && g.waiting > 0 {
+		var next *waiter
+		for _, b := range g.budgets {
+			if w := b.queue.first; w != nil && b.running < b.limits.Running && (next == nil || w.seq < next.seq) {
+				next = w
+			}
+		}
+		if next == nil {
+			return
+		}
+		if at := next.b.hopelessAt(next.kind, next.deadline); at != 0 && now > at && g.waiting > 1 {
+			g.wakeLocked(next, refused)
+			continue
+		}
+		next.h = g.grantLocked(next.b, next.kind, now)
+		g.wakeLocked(next, granted)
+	}
+}
+
+// wakeLocked takes w out of its queue and tells it how its wait ended.
+func (g *Gate) wakeLocked(w *waiter, end waitEnd) {
+	w.b.queue.remove(w)
+	w.b.waiting--
+	g.waiting--
+	w.end = end
+	w.wake <- struct{}{} // buffered, and empty: it is sent once per wait
+}
+
+// waiter is one operation in a queue.
+type waiter struct {
+	prev, next *waiter
+	b          *budget
+	kind       kind
+	seq        uint64
+	since      time.Duration
+	deadline   time.Duration // 0: none
+	end        waitEnd
+	h          handle
+	wake       chan struct{}
+	timer      *time.Timer
+}
+
+type waitEnd uint8
+
+const (
+	waiting waitEnd = iota
+	granted
+	refused // hopeless at the hand-over
+	shut
+)
+
+// arm starts the waiter's timer. Only those who wait have one.
+func (w *waiter) arm(d time.Duration) {
+	if w.timer == nil {
+		w.timer = time.NewTimer(d)
+	} else {
+		w.timer.Reset(d)
+	}
+}
+
+func (g *Gate) waiterLocked() *waiter {
+	w := g.spare
+	if w == nil {
+		return &waiter{wake: make(chan struct{}, 1)}
+	}
+	g.spare = w.next
+	w.next = nil
+	return w
+}
+
+func (g *Gate) spareLocked(w *waiter) {
+	*w = waiter{wake: w.wake, timer: w.timer, next: g.spare}
+	g.spare = w
+}
+
+// queue is a list of waiters in order of arrival.
+type queue struct{ first, last *waiter }
+
+func (q *queue) push(w *waiter) {
+	w.prev = q.last
+	if q.last != nil {
+		q.last.next = w
+	} else {
+		q.first = w
+	}
+	q.last = w
+}
+
+func (q *queue) remove(w *waiter) {
+	if w.prev != nil {
+		w.prev.next = w.next
+	} else {
+		q.first = w.next
+	}
+	if w.next != nil {
+		w.next.prev = w.prev
+	} else {
+		q.last = w.prev
+	}
+	w.prev, w.next = nil, nil
+}
+
+// budget is the state of one workload, or of the calls without one (whose limits are then only the gate's).
+type budget struct {
+	name                       string
+	limits                     Limits
+	running, waiting, draining int
+	queue                      queue
+	estimates                  [kinds]estimator
+
+	acquired, admissionFull, waitTimeout, deadlineShort, canceled, closed uint64
+	wouldFull, wouldTimeout, wouldShort                                   uint64
+}
+
+// fullLocked tells that the workload has no admission permit left.
+func (b *budget) fullLocked() bool {
+	return b.waiting >= b.limits.Waiting || b.running+b.waiting >= b.limits.Running+b.limits.Waiting
+}
+
+// hopelessAt is when work of kind k can no longer be done before deadline; 0 if that is not known or there is none.
+func (b *budget) hopelessAt(k kind, deadline time.Duration) time.Duration {
+	if deadline == 0 {
+		return 0
+	}
+	p10 := b.estimates[k].p10()
+	if p10 == 0 {
+		return 0
+	}
+	return max(deadline-p10, 1)
+}
+
+func (b *budget) statsLocked(observe bool, now time.Duration) Stats {
+	s := Stats{
+		Limits: b.limits, Running: b.running, Waiting: b.waiting, Draining: b.draining,
+		Acquired: b.acquired, AdmissionFull: b.admissionFull, WaitTimeout: b.waitTimeout,
+		DeadlineShort: b.deadlineShort, Canceled: b.canceled, Closed: b.closed,
+	}
+	if b.queue.first != nil {
+		s.OldestWait = now - b.queue.first.since
+	}
+	if observe {
+		s.WouldReject = map[string]uint64{"admission_full": b.wouldFull, "wait_timeout": b.wouldTimeout, "deadline_short": b.wouldShort}
+	}
+	for k := range b.estimates {
+		if p10 := b.estimates[k].p10(); p10 != 0 {
+			if s.Estimates == nil {
+				s.Estimates = make(map[string]time.Duration)
+			}
+			s.Estimates[kind(k).String()] = p10
+		}
+	}
+	return s
+}
+
+// virtualQueue is what the queue of enforce mode would look like in observe mode. Everybody is let through at once; an
+// operation that enforce mode would have made wait is in this queue until enforce mode would have granted it a permit,
+// and one that enforce mode would have refused takes no place at all.
+type virtualQueue struct {
+	running int     // those that enforce mode would have at work
+	waiting []int32 // slots, in order of arrival
+}
+
+type virtualState uint8
+
+const (
+	virtualNone virtualState = iota // enforce mode, or refused by it
+	virtualRunning
+	virtualWaiting
+)
+
+// observeLocked lets an operation through and notes what enforce mode would have done. Workload limits count too.
+func (g *Gate) observeLocked(b *budget, k kind, deadline time.Duration, c call, now time.Duration) handle {
+	g.sweepLocked(now)
+	h := g.grantLocked(b, k, now)
+	b.acquired++
+	v := &g.virtual
+	bRunning, bWaiting := g.virtualOfLocked(b)
+	maxWait := g.limits.MaxWait
+	if c.hasMaxWait {
+		maxWait = c.maxWait
+	}
+	hopeless := b.hopelessAt(k, deadline)
+	s := &g.slots[h.slot]
+	switch {
+	case v.running < g.limits.Running && bRunning < b.limits.Running && bWaiting == 0:
+		v.running++
+		s.virtual = virtualRunning
+	case len(v.waiting) >= g.limits.Waiting || bWaiting >= b.limits.Waiting:
+		b.wouldFull++
+	case hopeless != 0 && now > hopeless:
+		b.wouldShort++
+	case maxWait <= 0:
+		b.wouldTimeout++
+	default:
+		s.virtual = virtualWaiting
+		v.waiting = append(v.waiting, h.slot)
+	}
+	return h
+}
+
+// virtualOfLocked counts the virtual operations of a workload. Observe mode is no hot path.
+func (g *Gate) virtualOfLocked(b *budget) (running, waiting int) {
+	if b == g.budgets[0] {
+		return 0, len(g.virtual.waiting) // no limits of its own, and first come, first served
+	}
+	for i := g.oldest; i >= 0; i = g.slots[i].next {
+		if s := &g.slots[i]; s.b == b {
+			switch s.virtual {
+			case virtualRunning:
+				running++
+			case virtualWaiting:
+				waiting++
+			}
+		}
+	}
+	return running, waiting
+}
+
+// leaveLocked takes an operation that ended out of the virtual queue, and virtually grants to the next.
+func (g *Gate) leaveLocked(slot int32, was virtualState, now time.Duration) {
+	v := &g.virtual
+	g.slots[slot].virtual = virtualNone
+	g.sweepLocked(now)
+	if was == virtualRunning {
+		v.running--
+	}
+	keep := v.waiting[:0]
+	for _, i := range v.waiting {
+		s := &g.slots[i]
+		switch {
+		case i == slot:
+		case v.running < g.limits.Running:
+			v.running++
+			s.virtual = virtualRunning
+		default:
+			keep = append(keep, i)
+		}
+	}
+	v.waiting = keep
+}
+
+// sweepLocked counts those whose virtual wait has passed MaxWait.
+func (g *Gate) sweepLocked(now time.Duration) {
+	v := &g.virtual
+	for len(v.waiting) > 0 {
+		s := &g.slots[v.waiting[0]]
+		if s.virtual == virtualWaiting && now-s.since <= g.limits.MaxWait {
+			return
+		}
+		if s.virtual == virtualWaiting {
+			s.b.wouldTimeout++
+			s.virtual = virtualNone
+		}
+		v.waiting = v.waiting[1:]
+	}
+}
+
+// estimator keeps a low quantile, p10, of how long successful operations of one workload and kind hold their permit.
+//
+// A deadline that is shorter than p10 cannot be made by nine out of ten, so the call is refused while that still helps
+// it. Tried and rejected, in simulation: the mean of holds plus a predicted wait (refuses up to 3 % that would have
+// finished and loses up to 18 % of goodput on mixed work); newest first instead (as good, but starves whoever waits);
+// bins an octave wide (cost 12 % of goodput on work of constant length); one estimate for all kinds (refuses every fast
+// select beside slow transactions).
+//
+// Bins are a sixteenth of an octave (about 4 % wide), their counts halve every 512 samples, and there is no estimate
+// before 16. add moves a cursor by a few bins, p10 reads it; both allocate nothing.
+type estimator struct {
+	bins  [estimatorBins]uint32
+	n     uint32 // sum of bins
+	seen  uint32 // samples so far, up to estimatorMin
+	at    int    // the bin in which the quantile lies
+	below uint32 // sum of the bins before it
+}
+
+const (
+	estimatorBins  = 26 * 16 // 8 µs to 9 min
+	estimatorShift = 13      // the first octave is from 1<<13 ns
+	estimatorMin   = 16
+	estimatorMax   = 512
+)
+
+func (e *estimator) add(d time.Duration) {
+	i := estimatorBin(d)
+	e.bins[i]++
+	e.n++
+	if e.seen < estimatorMin {
+		e.seen++
+	}
+	if i < e.at {
+		e.below++
+	}
+	if e.n >= estimatorMax {
+		e.n, e.below = 0, 0
+		for j := range e.bins {
+			e.bins[j] /= 2
+			e.n += e.bins[j]
+			if j < e.at {
+				e.below += e.bins[j]
+			}
+		}
+	}
+	// The quantile lies in the first bin with which a tenth of the samples is reached.
+	for e.below*10 >= e.n && e.at > 0 {
+		e.at--
+		e.below -= e.bins[e.at]
+	}
+	for (e.below+e.bins[e.at])*10 < e.n {
+		e.below += e.bins[e.at]
+		e.at++
+	}
+}
+
+// p10 is the lower edge of the quantile's bin, or 0 before there are enough samples.
+func (e *estimator) p10() time.Duration {
+	if e.seen < estimatorMin {
+		return 0
+	}
+	return time.Duration(16+e.at%16) << (e.at/16 + estimatorShift - 4)
+}
+
+func estimatorBin(d time.Duration) int {
+	if d < 1<<estimatorShift {
+		return 0
+	}
+	octave := bits.Len64(uint64(d)) - 1
+	i := (octave-estimatorShift)*16 + int(d>>(octave-4))&15
+	return min(i, estimatorBins-1)
+}
+
+// What a call says of itself travels in its context, under one key, so that an operation looks it up once.
+type callKey struct{}
+
+type call struct {
+	maxWait     time.Duration
+	workload    string
+	held        *holder // the innermost InTx
+	hasMaxWait  bool
+	hasWorkload bool
+	bypass      bool
+}
+
+func callOf(ctx context.Context) call {
+	if c, ok := ctx.Value(callKey{}).(*call); ok {
+		return *c
+	}
+	return call{}
+}
+
+func (c call) in(ctx context.Context) context.Context { return context.WithValue(ctx, callKey{}, &c) }
+
+// WithMaxWait sets, for calls with the returned context, the longest wait for a running permit. 0, or less, means never
+// wait: what finds no running permit free is refused with ErrWaitTimeout at once.
+func WithMaxWait(ctx context.Context, d time.Duration) context.Context {
+	c := callOf(ctx)
+	c.maxWait, c.hasMaxWait = max(d, 0), true
+	return c.in(ctx)
+}
+
+// WithWorkload charges calls with the returned context to the named workload of the gate as well. A name that the gate
+// does not have, the empty one included, makes the call fail with ErrUnknownWorkload: it never means "ungated".
+func WithWorkload(ctx context.Context, name string) context.Context {
+	c := callOf(ctx)
+	c.workload, c.hasWorkload = name, true
+	return c.in(ctx)
+}
+
+// Bypass lets calls with the returned context past the gate: they take no permit, are counted in Stats.Bypassed, and go
+// straight to the pool. It is for what must run when everything else is refused or would hold a permit for ever: LISTEN, a
+// leader's lock, an administrator's query. A connection that is bypassed and then used without Bypass takes a permit
+// from then on.
+func Bypass(ctx context.Context) context.Context {
+	c := callOf(ctx)
+	c.bypass = true
+	return c.in(ctx)
+}
+
+// holder is a running InTx; work with its context on the same gate would wait for itself.
+type holder struct {
+	gate  *Gate
+	outer *holder
+	done  atomic.Bool // the transaction has ended: a goroutine that outlives it may start anew
+}
+
+func (h *holder) blocks(g *Gate) bool {
+	for ; h != nil; h = h.outer {
+		if h.gate == g && !h.done.Load() {
+			return true
+		}
+	}
+	return false
+}
+
+// sink is where observations go while metrics are attached; nil drops them.
+type sink struct{ to telemetry.Sink }
+
+func init() {
+	telemetry.Attach = func(gate any, s telemetry.Sink) {
+		if s == nil {
+			gate.(*Gate).sink.Store(nil)
+			return
+		}
+		gate.(*Gate).sink.Store(&sink{s})
+	}
+}
+
+func (s *sink) start() time.Time {
+	if s == nil {
+		return time.Time{}
+	}
+	return time.Now()
+}
+
+func (s *sink) tx(outcome string) {
+	if s != nil {
+		s.to.Transaction(outcome)
+	}
+}

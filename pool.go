@@ -1,0 +1,843 @@
+package pgxgated
+
+import (
+	"context"
+	"database/sql"
+	"database/sql/driver"
+	"errors"
+	"fmt"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/pgx/v5/stdlib"
+	"github.com/jackc/puddle/v2"
+	"github.com/ngrok/sqlmw"
+)
+
+// source is where physical connections come from: a pgxpool or a *sql.DB.
+type source interface {
+	// acquire waits for a physical connection until ctx is done. The lease that gets it owns it exclusively until it
+	// calls giveBack or discard, once.
+	acquire(ctx context.Context) (*physical, error)
+	// checkTxOptions refuses what BEGIN would refuse, before anything is taken.
+	checkTxOptions(driver.TxOptions) error
+	// size is P, 0 without a bound; out is how many are taken.
+	size() (p, out int)
+	// close closes the pool if it is ours. It does not wait for connections that are out.
+	close() error
+}
+
+// operations is what a lease runs on a physical connection, through the interceptors.
+type operations interface {
+	driver.ConnBeginTx
+	driver.ExecerContext
+	driver.QueryerContext
+	driver.ConnPrepareContext
+	driver.Pinger
+}
+
+// physical is a real connection while a lease owns it. Like the driver.Conn it stands for, it is used by one goroutine
+// at a time.
+type physical struct {
+	operations           // through the interceptors
+	raw        rawConn   // below them
+	conn       *pgx.Conn // nil: another driver
+	side       *pgxSide  // nil: another driver
+	hookedRows bool      // rows must go through an interceptor's RowsNext and RowsClose
+}
+
+// rawConn is the innermost connection.
+type rawConn interface {
+	driver.Conn
+	operations
+	// takeRows returns the rows of the last QueryContext as the driver made them: with every optional interface (F14).
+	takeRows() driver.Rows
+	// usable tells that the connection is open, idle and outside a transaction.
+	usable() bool
+	// giveBack returns it to its pool, which destroys it if it is closed.
+	giveBack()
+	// discard closes it and gives its place back. ctx bounds what is sent.
+	discard(ctx context.Context)
+}
+
+// closed tells that the connection is known to be gone.
+func (p *physical) closed() bool { return p.conn != nil && p.conn.IsClosed() }
+
+// wrap puts the interceptors around a raw connection: ours innermost, so that it sees what the server did, then the
+// user's. It is done once per physical connection (F21).
+func wrap(raw rawConn, o *observer, user []sqlmw.Interceptor) (operations, error) {
+	var d driver.Driver = sqlmw.Driver(openedDriver{raw}, o)
+	for i := len(user) - 1; i >= 0; i-- {
+		d = sqlmw.Driver(d, user[i])
+	}
+	c, err := d.(driver.DriverContext).OpenConnector("")
+	if err != nil {
+		return nil, err
+	}
+	dc, err := c.Connect(context.Background())
+	if err != nil {
+		return nil, err
+	}
+	ops, ok := dc.(operations)
+	if !ok {
+		return nil, fmt.Errorf("pgxgated: an interceptor's ConnectorConnect returned a %T, which lacks methods of the connection it was given", dc)
+	}
+	return ops, nil
+}
+
+// openedDriver is the driver of one connection that exists already, for sqlmw, which wraps only what it connects.
+type openedDriver struct{ c rawConn }
+
+func (d openedDriver) Open(string) (driver.Conn, error)               { return d.c, nil }
+func (d openedDriver) OpenConnector(string) (driver.Connector, error) { return d, nil }
+func (d openedDriver) Connect(context.Context) (driver.Conn, error)   { return d.c, nil }
+func (d openedDriver) Driver() driver.Driver                          { return d }
+
+// observer is our own interceptor: it reports what the server was asked, how long it took, and what it answered.
+type observer struct {
+	sqlmw.NullInterceptor
+	g *Gate
+}
+
+func (o *observer) ConnBeginTx(ctx context.Context, c driver.ConnBeginTx, opts driver.TxOptions) (context.Context, driver.Tx, error) {
+	s := o.g.sink.Load()
+	start := s.start()
+	tx, err := c.BeginTx(ctx, opts)
+	s.sql("begin", start, err)
+	return ctx, tx, err
+}
+
+func (o *observer) ConnPrepareContext(ctx context.Context, c driver.ConnPrepareContext, query string) (context.Context, driver.Stmt, error) {
+	s := o.g.sink.Load()
+	start := s.start()
+	st, err := c.PrepareContext(ctx, query)
+	s.sql("prepare", start, err)
+	return ctx, st, err
+}
+
+func (o *observer) ConnExecContext(ctx context.Context, c driver.ExecerContext, query string, args []driver.NamedValue) (driver.Result, error) {
+	s := o.g.sink.Load()
+	start := s.start()
+	r, err := c.ExecContext(ctx, query, args)
+	s.sql("exec", start, err)
+	return r, err
+}
+
+func (o *observer) ConnQueryContext(ctx context.Context, c driver.QueryerContext, query string, args []driver.NamedValue) (context.Context, driver.Rows, error) {
+	s := o.g.sink.Load()
+	start := s.start()
+	r, err := c.QueryContext(ctx, query, args)
+	s.sql("query", start, err)
+	return ctx, r, err
+}
+
+func (o *observer) TxCommit(_ context.Context, tx driver.Tx) error {
+	s := o.g.sink.Load()
+	start := s.start()
+	err := tx.Commit()
+	s.sql("commit", start, err)
+	return err
+}
+
+func (o *observer) TxRollback(_ context.Context, tx driver.Tx) error {
+	s := o.g.sink.Load()
+	start := s.start()
+	err := tx.Rollback()
+	s.sql("rollback", start, err)
+	return err
+}
+
+func (s *sink) sql(op string, start time.Time, err error) {
+	if s != nil {
+		s.to.SQL(op, time.Since(start), errorClass(err))
+	}
+}
+
+// errorClass puts what the server answered into one of a few classes.
+func errorClass(err error) string {
+	var pgErr *pgconn.PgError
+	switch {
+	case err == nil:
+		return ""
+	case !errors.As(err, &pgErr):
+		return "no_answer"
+	}
+	switch pgErr.Code {
+	case "57014", "55P03", "40001", "40P01", "53300":
+		return pgErr.Code
+	}
+	return "other"
+}
+
+// pgxSide is what two kinds of source share for connections that are pgx's: the state kept with each connection, and the
+// proof that a backend is gone.
+type pgxSide struct {
+	c        *Connector
+	key      string // of our state in a connection's CustomData
+	observer *observer
+	v        *verifier
+	pooler   atomic.Bool // the pids that connections report are not backends'
+	said     sync.Once
+}
+
+var pgxSides atomic.Uint64
+
+func newPgxSide(c *Connector, config func() *pgx.ConnConfig, before func(context.Context, *pgx.ConnConfig) error) *pgxSide {
+	return &pgxSide{
+		c:        c,
+		key:      "pgxgated." + strconv.FormatUint(pgxSides.Add(1), 10),
+		observer: &observer{g: c.gate},
+		v: newVerifier(verifierConnect(config, before), c.cfg.drainGrace, c.cfg.drainLimit,
+			func(uint32) { c.gate.countTerminated() }, c.cfg.gate.log, c.gate.name),
+	}
+}
+
+// known returns the state of a connection that was used before, or nil.
+func (s *pgxSide) known(conn *pgx.Conn, back func()) *physical {
+	p, _ := conn.PgConn().CustomData()[s.key].(*physical)
+	if p != nil {
+		p.raw.(*pgxRaw).back = back
+	}
+	return p
+}
+
+// first makes the state of a connection that is used for the first time.
+func (s *pgxSide) first(ctx context.Context, std *stdlib.Conn, back func()) (*physical, error) {
+	conn := std.Conn()
+	if err := s.checkPID(ctx, conn.PgConn()); err != nil {
+		return nil, err
+	}
+	raw := &pgxRaw{
+		std: std, conn: conn, back: back, bound: bound{pg: conn.PgConn()},
+		rollbackTimeout: s.c.cfg.rollbackTimeout, commitTimeout: s.c.cfg.commitTimeout,
+	}
+	ops, err := wrap(raw, s.observer, s.c.cfg.interceptors)
+	if err != nil {
+		return nil, err
+	}
+	p := &physical{operations: ops, raw: raw, conn: conn, side: s, hookedRows: len(s.c.cfg.interceptors) > 0}
+	conn.PgConn().CustomData()[s.key] = p
+	return p, nil
+}
+
+// checkPID finds out whether the server is a pooler, which invents the pids it reports: then a backend cannot be proven
+// gone by its pid, and I6 ends at the pooler. One round trip per physical connection.
+func (s *pgxSide) checkPID(ctx context.Context, pg *pgconn.PgConn) error {
+	if s.pooler.Load() {
+		return nil
+	}
+	r, err := pg.Exec(ctx, "select pg_catalog.pg_backend_pid()").ReadAll()
+	if err != nil {
+		var pgErr *pgconn.PgError
+		if errors.As(err, &pgErr) && !pg.IsClosed() {
+			return nil // not PostgreSQL after all, or no such function: the verifier will say what it cannot see
+		}
+		return &staleError{err}
+	}
+	if len(r) == 1 && len(r[0].Rows) == 1 && string(r[0].Rows[0][0]) != strconv.FormatUint(uint64(pg.PID()), 10) {
+		s.pooler.Store(true)
+		s.said.Do(func() {
+			s.c.cfg.gate.log.Warn("pgxgated: the server is behind a pooler: what it still does after a cancelled operation cannot be seen, so limits hold up to the pooler only",
+				"gate", s.c.gate.name)
+		})
+	}
+	return nil
+}
+
+// poolSource takes physical connections from a pgxpool.
+type poolSource struct {
+	*pgxSide
+	pool  *pgxpool.Pool
+	std   driver.Connector // stdlib's view of the pool: the only maker of stdlib.Conn, and so of its Rows
+	exact bool
+	own   bool
+}
+
+func newPoolSource(c *Connector, pool *pgxpool.Pool, own bool) *poolSource {
+	cfg := pool.Config()
+	_, acquireTracer := cfg.ConnConfig.Tracer.(pgxpool.AcquireTracer)
+	_, releaseTracer := cfg.ConnConfig.Tracer.(pgxpool.ReleaseTracer)
+	return &poolSource{
+		pgxSide: newPgxSide(c, cfg.ConnConfig.Copy, cfg.BeforeConnect),
+		pool:    pool,
+		std:     stdlib.GetPoolConnector(pool),
+		// A stdlib.Conn can only be had by acquiring through stdlib, so the first use of a connection acquires it twice.
+		// A pool with hooks would see that, so there every acquisition goes through stdlib: 1.9 µs instead of 0.4.
+		exact: cfg.AfterRelease != nil || cfg.PrepareConn != nil || cfg.BeforeAcquire != nil ||
+			acquireTracer || releaseTracer,
+		own: own,
+	}
+}
+
+func (s *poolSource) size() (p, out int) {
+	st := s.pool.Stat()
+	return int(st.MaxConns()), int(st.AcquiredConns())
+}
+
+func (s *poolSource) close() error {
+	if s.own {
+		go s.pool.Close() // waits for the connections that are out, which db.Close must not (F7)
+	}
+	s.v.close()
+	return nil
+}
+
+func (s *poolSource) checkTxOptions(opts driver.TxOptions) error {
+	_, err := pgxTxOptions(opts)
+	return err
+}
+
+func (s *poolSource) acquire(ctx context.Context) (*physical, error) {
+	for tries := int32(0); ; tries++ {
+		p, err := s.acquireOnce(ctx)
+		// A connection that the pool made long ago and that died since fails our first look at it: try another one.
+		var stale *staleError
+		if !errors.As(err, &stale) {
+			return p, err
+		}
+		if ctx.Err() != nil || tries > s.pool.Stat().MaxConns() {
+			return nil, stale.err
+		}
+	}
+}
+
+func (s *poolSource) acquireOnce(ctx context.Context) (*physical, error) {
+	if !s.exact {
+		pc, err := s.pool.Acquire(ctx)
+		if err != nil {
+			return nil, poolError(err)
+		}
+		if p := s.known(pc.Conn(), pc.Release); p != nil {
+			return p, nil
+		}
+		pc.Release()
+	}
+	dc, err := s.std.Connect(ctx)
+	if err != nil {
+		return nil, poolError(err)
+	}
+	std := dc.(*stdlib.Conn)
+	back := func() { _ = std.Close() } // Release of the pool's connection, which has no error
+	if p := s.known(std.Conn(), back); p != nil {
+		return p, nil
+	}
+	p, err := s.first(ctx, std, back)
+	if err != nil {
+		back()
+	}
+	return p, err
+}
+
+// staleError says that a connection was dead when it was first looked at.
+type staleError struct{ err error }
+
+func (e *staleError) Error() string { return e.err.Error() }
+func (e *staleError) Unwrap() error { return e.err }
+
+// poolError is the error of an acquisition: of the pool's own kinds only what a caller can use.
+func poolError(err error) error {
+	if errors.Is(err, puddle.ErrClosedPool) {
+		return ErrClosed
+	}
+	return err
+}
+
+// pgxTxOptions maps as stdlib does, unsupported levels included.
+func pgxTxOptions(opts driver.TxOptions) (pgx.TxOptions, error) {
+	var o pgx.TxOptions
+	switch sql.IsolationLevel(opts.Isolation) {
+	case sql.LevelDefault:
+	case sql.LevelReadUncommitted:
+		o.IsoLevel = pgx.ReadUncommitted
+	case sql.LevelReadCommitted:
+		o.IsoLevel = pgx.ReadCommitted
+	case sql.LevelRepeatableRead, sql.LevelSnapshot:
+		o.IsoLevel = pgx.RepeatableRead
+	case sql.LevelSerializable:
+		o.IsoLevel = pgx.Serializable
+	default:
+		return o, fmt.Errorf("unsupported isolation: %v", opts.Isolation)
+	}
+	if opts.ReadOnly {
+		o.AccessMode = pgx.ReadOnly
+	}
+	return o, nil
+}
+
+var (
+	_ rawConn = (*pgxRaw)(nil)
+	_ rawConn = (*dbRaw)(nil)
+)
+
+// pgxRaw runs operations on a pgx connection. Queries go through stdlib, whose Rows database/sql shall see; the rest is on
+// the *pgx.Conn, since stdlib turns errors into driver.ErrBadConn (I11) and ends transactions on the context of BeginTx (F9).
+type pgxRaw struct {
+	std                            *stdlib.Conn
+	conn                           *pgx.Conn
+	back                           func()
+	rows                           driver.Rows
+	rollbackTimeout, commitTimeout time.Duration
+	bound                          bound
+}
+
+func (r *pgxRaw) takeRows() driver.Rows {
+	rows := r.rows
+	r.rows = nil
+	return rows
+}
+
+func (r *pgxRaw) usable() bool {
+	pg := r.conn.PgConn()
+	return !pg.IsClosed() && !pg.IsBusy() && pg.TxStatus() == 'I'
+}
+
+func (r *pgxRaw) giveBack() {
+	back := r.back
+	r.back = nil
+	back()
+}
+
+// discard ends the session: what runs is cancelled, an open transaction is rolled back so that its locks go at once, and
+// the connection is closed.
+func (r *pgxRaw) discard(ctx context.Context) {
+	pg := r.conn.PgConn()
+	switch {
+	case pg.IsClosed():
+	case pg.IsBusy():
+		_ = pg.CancelRequest(ctx) // best effort: the verifier sends it again
+	case pg.TxStatus() != 'I':
+		_, _ = r.conn.Exec(ctx, "rollback") // best effort: closing rolls back too, only later
+	}
+	_ = r.conn.Close(ctx)
+	r.giveBack()
+}
+
+func (r *pgxRaw) ExecContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Result, error) {
+	values := make([]any, len(args))
+	for i := range args {
+		values[i] = args[i].Value
+	}
+	tag, err := r.conn.Exec(ctx, query, values...)
+	if err != nil {
+		return nil, err
+	}
+	return driver.RowsAffected(tag.RowsAffected()), nil
+}
+
+func (r *pgxRaw) QueryContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Rows, error) {
+	rows, err := r.std.QueryContext(ctx, query, args)
+	if err == driver.ErrBadConn {
+		return nil, r.unsent(ctx)
+	}
+	r.rows = rows
+	return rows, err
+}
+
+// unsent is the cause that stdlib hides behind driver.ErrBadConn: nothing was sent.
+func (r *pgxRaw) unsent(ctx context.Context) error {
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case r.conn.IsClosed():
+		return &notSentError{pgconn.ErrConnClosed}
+	default:
+		return &notSentError{errors.New("conn busy")}
+	}
+}
+
+// notSentError is an error that occurred before anything was sent.
+type notSentError struct{ err error }
+
+func (e *notSentError) Error() string     { return e.err.Error() }
+func (e *notSentError) Unwrap() error     { return e.err }
+func (e *notSentError) SafeToRetry() bool { return true }
+
+// PrepareContext asks the server whether the text is valid and how many parameters it takes. It leaves no statement behind:
+// a statement is run as its text, which pgx's own cache makes a prepared one (F8).
+func (r *pgxRaw) PrepareContext(ctx context.Context, query string) (driver.Stmt, error) {
+	sd, err := r.conn.PgConn().Prepare(ctx, "", query, nil)
+	if err != nil {
+		return nil, err
+	}
+	return described(len(sd.ParamOIDs)), nil
+}
+
+func (r *pgxRaw) Ping(ctx context.Context) error { return r.conn.Ping(ctx) }
+
+func (r *pgxRaw) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, error) {
+	o, err := pgxTxOptions(opts)
+	if err != nil {
+		return nil, err
+	}
+	tx, err := r.conn.BeginTx(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	deadline, _ := ctx.Deadline()
+	return &pgxTx{r: r, tx: tx, ctx: ctx, deadline: deadline}, nil
+}
+
+// What database/sql never calls on a connection with the methods above.
+func (r *pgxRaw) Begin() (driver.Tx, error) {
+	return r.BeginTx(context.Background(), driver.TxOptions{})
+}
+func (r *pgxRaw) Prepare(q string) (driver.Stmt, error) {
+	return r.PrepareContext(context.Background(), q)
+}
+func (r *pgxRaw) Close() error { return nil }
+
+// described is a statement of which only the number of parameters is known.
+type described int
+
+var errDescribed = errors.New("pgxgated: bug: a described statement was run")
+
+func (d described) Close() error                               { return nil }
+func (d described) NumInput() int                              { return int(d) }
+func (d described) Exec([]driver.Value) (driver.Result, error) { return nil, errDescribed }
+func (d described) Query([]driver.Value) (driver.Rows, error)  { return nil, errDescribed }
+
+// bound limits how long an operation on a pgx connection may take without a context of its own: contexts with a deadline
+// cost 16 allocations per transaction. When the time is over the connection's deadline is set into the past, upon which
+// pgx gives up and closes it.
+type bound struct {
+	pg    *pgconn.PgConn
+	timer *time.Timer
+
+	mu    sync.Mutex // guards what follows; under it only SetDeadline, which does not block
+	armed bool
+	fired bool
+}
+
+func (b *bound) arm(d time.Duration) {
+	b.mu.Lock()
+	b.armed, b.fired = true, false
+	b.mu.Unlock()
+	if b.timer == nil {
+		b.timer = time.AfterFunc(d, b.fire)
+	} else {
+		b.timer.Reset(d)
+	}
+}
+
+func (b *bound) fire() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.armed {
+		b.fired = true
+		_ = b.pg.Conn().SetDeadline(time.Unix(1, 0))
+	}
+}
+
+// disarm tells whether the time was over.
+func (b *bound) disarm() (over bool) {
+	b.timer.Stop()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.armed = false
+	if b.fired && !b.pg.IsClosed() {
+		_ = b.pg.Conn().SetDeadline(time.Time{}) // it was done in the same instant
+		return false
+	}
+	return b.fired
+}
+
+// dbSource takes physical connections from a *sql.DB of any driver. Where that driver is pgx's own, a connection is
+// treated as one of a pgxpool is.
+type dbSource struct {
+	db       *sql.DB
+	c        *Connector
+	observer *observer
+	own      bool
+
+	once sync.Once
+	side atomic.Pointer[pgxSide] // made with the first connection that is pgx's
+}
+
+func (s *dbSource) size() (p, out int) {
+	st := s.db.Stats()
+	return st.MaxOpenConnections, st.InUse
+}
+
+func (s *dbSource) close() error {
+	if side := s.side.Load(); side != nil {
+		side.v.close()
+	}
+	if s.own {
+		return s.db.Close() // does not wait for the connections that are out
+	}
+	return nil
+}
+
+func (s *dbSource) checkTxOptions(driver.TxOptions) error { return nil } // the inner driver's to say
+
+// check finds out whether the driver can be gated, which only a connection tells. A server that does not answer within
+// two seconds is left for the first use to report.
+func (s *dbSource) check() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+	defer cancel()
+	sc, err := s.db.Conn(ctx)
+	if err != nil {
+		return nil
+	}
+	defer sc.Close()
+	return sc.Raw(func(dc any) error {
+		_, err := checkInner(dc)
+		return err
+	})
+}
+
+func (s *dbSource) acquire(ctx context.Context) (*physical, error) {
+	sc, err := s.db.Conn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	raw := &dbRaw{sc: sc}
+	var std *stdlib.Conn
+	err = sc.Raw(func(dc any) error {
+		std, _ = dc.(*stdlib.Conn)
+		raw.valid, _ = dc.(driver.Validator)
+		_, err := checkInner(dc)
+		return err
+	})
+	if err != nil {
+		_ = sc.Close()
+		return nil, err
+	}
+	p := &physical{raw: raw, hookedRows: len(s.c.cfg.interceptors) > 0}
+	if std != nil {
+		p, err = s.pgx(ctx, sc, std)
+	} else {
+		p.operations, err = wrap(raw, s.observer, s.c.cfg.interceptors)
+	}
+	if err != nil {
+		_ = sc.Close()
+		return nil, err
+	}
+	return p, nil
+}
+
+func (s *dbSource) pgx(ctx context.Context, sc *sql.Conn, std *stdlib.Conn) (*physical, error) {
+	s.once.Do(func() { s.side.Store(newPgxSide(s.c, std.Conn().Config, nil)) })
+	side := s.side.Load()
+	back := func() {
+		if std.Conn().IsClosed() {
+			_ = sc.Raw(func(any) error { return driver.ErrBadConn })
+		}
+		_ = sc.Close() // an error here is sql.ErrConnDone: the pool has it already
+	}
+	if p := side.known(std.Conn(), back); p != nil {
+		return p, nil
+	}
+	return side.first(ctx, std, back)
+}
+
+// dbRaw runs operations on a connection of another *sql.DB. Each call goes through (*sql.Conn).Raw, which costs 48 ns and
+// discards the connection when a call panics (F20).
+type dbRaw struct {
+	sc    *sql.Conn
+	valid driver.Validator // nil if the driver has none
+	rows  driver.Rows
+	stmts []driver.Stmt // of rows that depend on them; closed when the connection goes back
+	bad   bool          // the driver said so, or a call did not return
+	inTx  bool
+}
+
+// inner is what a driver's connection must have.
+type inner interface {
+	driver.Conn
+	driver.ConnBeginTx
+	driver.ExecerContext
+	driver.QueryerContext
+	driver.ConnPrepareContext
+}
+
+// checkInner names what a driver's connection lacks.
+func checkInner(dc any) (inner, error) {
+	var lacks string
+	if _, ok := dc.(driver.ConnBeginTx); !ok {
+		lacks = "driver.ConnBeginTx"
+	} else if _, ok := dc.(driver.ExecerContext); !ok {
+		lacks = "driver.ExecerContext"
+	} else if _, ok := dc.(driver.QueryerContext); !ok {
+		lacks = "driver.QueryerContext"
+	} else if _, ok := dc.(driver.ConnPrepareContext); !ok {
+		lacks = "driver.ConnPrepareContext"
+	}
+	c, ok := dc.(inner)
+	if !ok {
+		return nil, fmt.Errorf("pgxgated: the pool's driver cannot be gated: its connection (%T) lacks %s", dc, lacks)
+	}
+	return c, nil
+}
+
+// run calls f with the driver's connection. A driver that says driver.ErrBadConn, or panics, loses it.
+func (r *dbRaw) run(f func(inner) error) error {
+	var lacking error
+	err := r.sc.Raw(func(dc any) error {
+		c, err := checkInner(dc)
+		if err != nil {
+			lacking = err
+			return nil
+		}
+		r.bad = true // until f returns
+		err = f(c)
+		r.bad = errors.Is(err, driver.ErrBadConn)
+		return err
+	})
+	if lacking != nil {
+		return lacking
+	}
+	return err
+}
+
+func (r *dbRaw) takeRows() driver.Rows {
+	rows := r.rows
+	r.rows = nil
+	return rows
+}
+
+func (r *dbRaw) usable() bool { return !r.bad && !r.inTx && (r.valid == nil || r.valid.IsValid()) }
+
+func (r *dbRaw) giveBack() {
+	if len(r.stmts) > 0 {
+		_ = r.run(func(inner) error {
+			for _, st := range r.stmts {
+				_ = st.Close() // as database/sql does
+			}
+			return nil
+		})
+	}
+	_ = r.sc.Close() // an error here is sql.ErrConnDone: the pool has it already
+}
+
+func (r *dbRaw) discard(context.Context) {
+	_ = r.sc.Raw(func(any) error { return driver.ErrBadConn })
+	_ = r.sc.Close()
+}
+
+func (r *dbRaw) ExecContext(ctx context.Context, query string, args []driver.NamedValue) (res driver.Result, err error) {
+	err = r.run(func(c inner) error {
+		values, err := innerArgs(c, args)
+		if err != nil {
+			return err
+		}
+		res, err = c.ExecContext(ctx, query, values)
+		if err != driver.ErrSkip {
+			return err
+		}
+		st, err := c.PrepareContext(ctx, query)
+		if err != nil {
+			return err
+		}
+		defer st.Close()
+		s, ok := st.(driver.StmtExecContext)
+		if !ok {
+			return fmt.Errorf("pgxgated: the pool's driver cannot be gated: its statement (%T) lacks driver.StmtExecContext", st)
+		}
+		res, err = s.ExecContext(ctx, values)
+		return err
+	})
+	return res, err
+}
+
+func (r *dbRaw) QueryContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Rows, error) {
+	err := r.run(func(c inner) error {
+		values, err := innerArgs(c, args)
+		if err != nil {
+			return err
+		}
+		r.rows, err = c.QueryContext(ctx, query, values)
+		if err != driver.ErrSkip {
+			return err
+		}
+		st, err := c.PrepareContext(ctx, query)
+		if err != nil {
+			return err
+		}
+		r.stmts = append(r.stmts, st)
+		s, ok := st.(driver.StmtQueryContext)
+		if !ok {
+			return fmt.Errorf("pgxgated: the pool's driver cannot be gated: its statement (%T) lacks driver.StmtQueryContext", st)
+		}
+		r.rows, err = s.QueryContext(ctx, values)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return r.rows, nil
+}
+
+// PrepareContext prepares and closes at once: the statement is run as its text (F20).
+func (r *dbRaw) PrepareContext(ctx context.Context, query string) (st driver.Stmt, err error) {
+	err = r.run(func(c inner) error {
+		inner, err := c.PrepareContext(ctx, query)
+		if err != nil {
+			return err
+		}
+		st = described(inner.NumInput())
+		return inner.Close()
+	})
+	return st, err
+}
+
+func (r *dbRaw) Ping(ctx context.Context) error {
+	return r.run(func(c inner) error {
+		if p, ok := c.(driver.Pinger); ok {
+			return p.Ping(ctx)
+		}
+		return nil
+	})
+}
+
+func (r *dbRaw) BeginTx(ctx context.Context, opts driver.TxOptions) (tx driver.Tx, err error) {
+	err = r.run(func(c inner) error {
+		t, err := c.BeginTx(ctx, opts)
+		if err == nil {
+			r.inTx = true
+			tx = &dbTx{r, t}
+		}
+		return err
+	})
+	return tx, err
+}
+
+func (r *dbRaw) Begin() (driver.Tx, error) {
+	return r.BeginTx(context.Background(), driver.TxOptions{})
+}
+func (r *dbRaw) Prepare(q string) (driver.Stmt, error) {
+	return r.PrepareContext(context.Background(), q)
+}
+func (r *dbRaw) Close() error { return nil }
+
+// innerArgs does what database/sql would have done for this driver, which it could not since the connection was not
+// known when it asked (F11): the checker's conversions, driver.ErrSkip and driver.ErrRemoveArgument included.
+func innerArgs(c inner, args []driver.NamedValue) ([]driver.NamedValue, error) {
+	checker, _ := c.(driver.NamedValueChecker)
+	out := make([]driver.NamedValue, 0, len(args))
+	for _, nv := range args {
+		nv.Ordinal = len(out) + 1
+		err := driver.ErrSkip
+		if checker != nil {
+			err = checker.CheckNamedValue(&nv)
+		}
+		if err == driver.ErrSkip {
+			nv.Value, err = driver.DefaultParameterConverter.ConvertValue(nv.Value)
+		}
+		switch {
+		case err == driver.ErrRemoveArgument:
+			continue
+		case err != nil && nv.Name != "":
+			return nil, fmt.Errorf("sql: converting argument with name %q type: %w", nv.Name, err)
+		case err != nil:
+			return nil, fmt.Errorf("sql: converting argument $%d type: %w", nv.Ordinal, err)
+		}
+		out = append(out, nv)
+	}
+	return out, nil
+}
