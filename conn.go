@@ -379,8 +379,8 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 // Ping asks the server without a permit: health checks must answer under overload. An unbound connection takes a physical
 // one for the length of the call.
 func (c *conn) Ping(ctx context.Context) (err error) {
-	if g, ok := ctx.Value(gateOfKey{}).(**Gate); ok {
-		*g = c.c.gate
+	if found, ok := ctx.Value(connectorKey{}).(**Connector); ok {
+		*found = c.c
 		return nil
 	}
 	if c.l.p != nil {

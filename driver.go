@@ -396,24 +396,31 @@ func (s brokenSource) checkTxOptions(driver.TxOptions) error      { return nil }
 func (s brokenSource) size() (int, int)                           { return 0, 0 }
 func (s brokenSource) close() error                               { return nil }
 
-// gateOfKey carries a **Gate through Ping.
-type gateOfKey struct{}
+// connectorKey carries a **Connector through Ping.
+type connectorKey struct{}
 
 // GateOf returns the gate of a gated *sql.DB, also below wrappers of the driver such as otelsql's, or nil if it is not
 // gated. It asks the database's driver, then a ping that carries a key: a gated connection answers that without a
 // server, an ungated one may ping its server, for at most a second.
 func GateOf(db *sql.DB) *Gate {
+	if c := connectorOf(db); c != nil {
+		return c.gate
+	}
+	return nil
+}
+
+func connectorOf(db *sql.DB) *Connector {
 	if db == nil {
 		return nil
 	}
 	if d, ok := db.Driver().(*Driver); ok && d.c != nil {
-		return d.c.gate
+		return d.c
 	}
-	var g *Gate
-	ctx, cancel := context.WithTimeout(context.WithValue(context.Background(), gateOfKey{}, &g), time.Second)
+	var c *Connector
+	ctx, cancel := context.WithTimeout(context.WithValue(context.Background(), connectorKey{}, &c), time.Second)
 	defer cancel()
 	_ = db.PingContext(ctx)
-	return g
+	return c
 }
 
 // gates are those that were opened by name or DSN, so that what is opened again finds its budget.
@@ -427,7 +434,8 @@ type registry struct {
 
 type sharedGate struct {
 	gate   *Gate
-	limits Limits // those it was created with
+	limits Limits // it was created with
+	cfg    gateConfig
 	users  int
 }
 
@@ -439,7 +447,7 @@ func (r *registry) enter(cfg *config, dsn, label string, limits Limits) (*Gate, 
 		key, label = "name "+cfg.gateName, cfg.gateName
 	case dsn != "":
 		// The same DSN opened twice, in the same way, is one service that must not get its budget twice.
-		key = fmt.Sprintf("dsn %s\x00%v\x00%v\x00%v", dsn, limits, cfg.gate.mode, cfg.gate.deadlineAware)
+		key = fmt.Sprintf("dsn %s\x00%v\x00%v\x00%v\x00%s", dsn, limits, cfg.gate.mode, cfg.gate.deadlineAware, cfg.gate.workloadsText)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -448,6 +456,15 @@ func (r *registry) enter(cfg *config, dsn, label string, limits Limits) (*Gate, 
 			cfg.gave("gate_waiting") && limits.Waiting != s.limits.Waiting ||
 			cfg.gave("gate_max_wait") && limits.MaxWait != s.limits.MaxWait {
 			return nil, nil, fmt.Errorf("pgxgated: gate %q exists with other limits: it has (%v), this has (%v)", cfg.gateName, s.limits, limits)
+		}
+		for k, differs := range map[string][2]any{
+			"gate_mode":               {s.cfg.mode, cfg.gate.mode},
+			"gate_deadline_admission": {s.cfg.deadlineAware, cfg.gate.deadlineAware},
+			"gate_workloads":          {s.cfg.workloadsText, cfg.gate.workloadsText},
+		} {
+			if cfg.gave(k) && differs[0] != differs[1] {
+				return nil, nil, fmt.Errorf("pgxgated: gate %q exists with another %s: it has %v, this has %v", cfg.gateName, k, differs[0], differs[1])
+			}
 		}
 		s.users++
 		return s.gate, r.leaver(key, s), nil
@@ -463,7 +480,7 @@ func (r *registry) enter(cfg *config, dsn, label string, limits Limits) (*Gate, 
 		r.labels, r.shared = make(map[string]bool), make(map[string]*sharedGate)
 	}
 	r.labels[label] = true
-	s := &sharedGate{gate: g, limits: limits, users: 1}
+	s := &sharedGate{gate: g, limits: limits, cfg: cfg.gate, users: 1}
 	if key != "" {
 		r.shared[key] = s
 	}

@@ -58,6 +58,8 @@ type config struct {
 	drainGrace      time.Duration
 	drainLimit      time.Duration
 	ownPool         bool
+	track           bool
+	serverDeadline  bool
 	interceptors    []sqlmw.Interceptor
 }
 
@@ -209,6 +211,76 @@ func durationOption(key, by string, d time.Duration, dst func(*config) *time.Dur
 	return option(func(c *config) error { return putIn(&c.gate, key, by, dst(c), d, time.Millisecond, maxMaxWait) })
 }
 
+// WithServerDeadline hands what remains of the caller's deadline at BeginTx to the server (gate_server_deadline, default
+// off), with BEGIN and in its round trip: as statement_timeout of each statement in the transaction, and on PostgreSQL 17
+// and later as transaction_timeout of the whole, whose end costs the connection. A server that outlives its client then
+// stops by itself. Either is only ever shorter than what the role or the database has set.
+func WithServerDeadline(on bool) Option {
+	return option(func(c *config) error {
+		return put(&c.gate, "gate_server_deadline", "WithServerDeadline", &c.serverDeadline, on)
+	})
+}
+
+// WithOutcomeTracking reads the id of a read-write transaction before COMMIT, so that an unknown outcome can be asked for
+// with [ResolveOutcome]. One more round trip in each such transaction; off without it. Needs PostgreSQL 13 or later.
+func WithOutcomeTracking() Option {
+	return option(func(c *config) error { c.track = true; return nil })
+}
+
+// WithWorkloads gives workloads of the gate budgets of their own inside it (gate_workloads, as in oltp:12+48,batch:4+8 for
+// running and waiting). A call chooses with [WithWorkload]; without one only the gate's own limits apply. MaxWait is the
+// gate's, and must be 0 here. No workload may have more running than the gate.
+func WithWorkloads(workloads map[string]Limits) GateOption {
+	return gateOption(func(c *gateConfig) error {
+		var ws []workload
+		for _, name := range slices.Sorted(maps.Keys(workloads)) {
+			if workloads[name].MaxWait != 0 {
+				return fmt.Errorf("gate_workloads (WithWorkloads): workload %q has max wait %v, want 0: it is the gate's", name, workloads[name].MaxWait)
+			}
+			ws = append(ws, workload{name, workloads[name]})
+		}
+		return c.setWorkloads("WithWorkloads", ws)
+	})
+}
+
+func (c *gateConfig) setWorkloads(by string, ws []workload) error {
+	var text []string
+	for _, w := range ws {
+		if w.name == "" || len(w.name) > 60 || strings.ContainsAny(w.name, ":,+ \t\n") {
+			return fmt.Errorf("gate_workloads (%s): name %q, want 1 to 60 characters without : , + and blanks", by, w.name)
+		}
+		if err := w.limits.validate(); err != nil {
+			return fmt.Errorf("gate_workloads (%s): workload %q: %w", by, w.name, err)
+		}
+		text = append(text, fmt.Sprintf("%s:%d+%d", w.name, w.limits.Running, w.limits.Waiting))
+	}
+	if err := put(c, "gate_workloads", by, &c.workloadsText, strings.Join(text, ",")); err != nil {
+		return err
+	}
+	c.workloads = ws
+	return nil
+}
+
+// parseWorkloads reads name:running+waiting, separated by commas.
+func parseWorkloads(s string) ([]workload, error) {
+	var ws []workload
+	for item := range strings.SplitSeq(s, ",") {
+		name, limits, _ := strings.Cut(strings.TrimSpace(item), ":")
+		running, waiting, ok := strings.Cut(limits, "+")
+		b, err1 := strconv.Atoi(running)
+		q, err2 := strconv.Atoi(waiting)
+		if !ok || err1 != nil || err2 != nil {
+			return nil, fmt.Errorf("gate_workloads: %q, want name:running+waiting such as batch:4+8", item)
+		}
+		if slices.ContainsFunc(ws, func(w workload) bool { return w.name == name }) {
+			return nil, fmt.Errorf("gate_workloads: workload %q is given twice", name)
+		}
+		ws = append(ws, workload{name, Limits{Running: b, Waiting: q}})
+	}
+	slices.SortFunc(ws, func(a, b workload) int { return strings.Compare(a.name, b.name) })
+	return ws, nil
+}
+
 // WithOwnPool makes the gated database close the pool it was handed when it is closed itself. Without it the pool stays
 // open: whoever made it closes it.
 func WithOwnPool() Option {
@@ -260,6 +332,16 @@ var dsnKeys = map[string]func(c *config, v string) error{
 	"gate_mode":  func(c *config, v string) error { return c.gate.setMode(byDSN, Mode(v)) },
 	"gate_deadline_admission": func(c *config, v string) error {
 		return c.putSwitch("gate_deadline_admission", &c.gate.deadlineAware, v)
+	},
+	"gate_server_deadline": func(c *config, v string) error {
+		return c.putSwitch("gate_server_deadline", &c.serverDeadline, v)
+	},
+	"gate_workloads": func(c *config, v string) error {
+		ws, err := parseWorkloads(v)
+		if err != nil {
+			return err
+		}
+		return c.gate.setWorkloads(byDSN, ws)
 	},
 	"gate_pool_wait": func(c *config, v string) error {
 		return c.putDuration("gate_pool_wait", &c.poolWait, v, time.Millisecond)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -215,6 +216,7 @@ func (s *pgxSide) first(ctx context.Context, std *stdlib.Conn, back func()) (*ph
 	raw := &pgxRaw{
 		std: std, conn: conn, back: back, bound: bound{pg: conn.PgConn()},
 		rollbackTimeout: s.c.cfg.rollbackTimeout, commitTimeout: s.c.cfg.commitTimeout,
+		track: s.c.cfg.track, serverDeadline: s.c.cfg.serverDeadline,
 	}
 	ops, err := wrap(raw, s.observer, s.c.cfg.interceptors)
 	if err != nil {
@@ -382,6 +384,8 @@ type pgxRaw struct {
 	back                           func()
 	rows                           driver.Rows
 	rollbackTimeout, commitTimeout time.Duration
+	track                          bool // read the xid before COMMIT
+	serverDeadline                 bool
 	bound                          bound
 }
 
@@ -474,12 +478,40 @@ func (r *pgxRaw) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx,
 	if err != nil {
 		return nil, err
 	}
+	deadline, ok := ctx.Deadline()
+	if ok && r.serverDeadline {
+		o.BeginQuery = beginWithDeadline(o, time.Until(deadline), r.conn.PgConn().ParameterStatus("server_version"))
+	}
 	tx, err := r.conn.BeginTx(ctx, o)
 	if err != nil {
 		return nil, err
 	}
-	deadline, _ := ctx.Deadline()
-	return &pgxTx{r: r, tx: tx, ctx: ctx, deadline: deadline}, nil
+	return &pgxTx{r: r, tx: tx, ctx: ctx, deadline: deadline, readOnly: opts.ReadOnly}, nil
+}
+
+// beginWithDeadline is BEGIN and, in the same round trip, the time that remains as the transaction's own
+// statement_timeout, and on PostgreSQL 17 and later as its transaction_timeout. Both are only ever made shorter than what
+// the role or the database has set, and end with the transaction.
+func beginWithDeadline(o pgx.TxOptions, remaining time.Duration, version string) string {
+	var q strings.Builder
+	q.WriteString("begin")
+	if o.IsoLevel != "" {
+		q.WriteString(" isolation level " + string(o.IsoLevel))
+	}
+	if o.AccessMode != "" {
+		q.WriteString(" " + string(o.AccessMode))
+	}
+	ms := max(remaining.Milliseconds(), 1)
+	tighten := func(setting string) {
+		fmt.Fprintf(&q, "; select pg_catalog.set_config('%[1]s', case when t = 0 or t > %[2]d then '%[2]dms' else pg_catalog.current_setting('%[1]s') end, true)"+
+			" from (select 1000 * extract(epoch from pg_catalog.current_setting('%[1]s')::pg_catalog.interval) as t) s", setting, ms)
+	}
+	tighten("statement_timeout")
+	major, _, _ := strings.Cut(version, ".")
+	if n, err := strconv.Atoi(major); err == nil && n >= 17 {
+		tighten("transaction_timeout")
+	}
+	return q.String()
 }
 
 // What database/sql never calls on a connection with the methods above.

@@ -2,6 +2,7 @@ package pgxgated
 
 import (
 	"context"
+	"database/sql"
 	"database/sql/driver"
 	"errors"
 	"fmt"
@@ -112,6 +113,7 @@ type pgxTx struct {
 	tx       pgx.Tx
 	ctx      context.Context
 	deadline time.Time // of BeginTx, zero without one
+	readOnly bool
 }
 
 func (t *pgxTx) Commit() error {
@@ -119,21 +121,35 @@ func (t *pgxTx) Commit() error {
 	if !t.deadline.IsZero() {
 		limit = max(time.Until(t.deadline), t.r.commitTimeout)
 	}
-	err, over := t.r.within(limit, func() error { return t.tx.Commit(t.ctx) })
+	var xid string
+	tracked := false
+	err, over := t.r.within(limit, func() (err error) {
+		if t.r.track && !t.readOnly && t.r.conn.PgConn().TxStatus() == 'T' {
+			if xid, err = t.r.xid(t.ctx); err != nil {
+				return &notSentError{err} // COMMIT was not
+			}
+			tracked = true
+		}
+		return t.tx.Commit(t.ctx)
+	})
 	if err == nil {
 		return nil
 	}
 	var pgErr *pgconn.PgError
 	switch {
-	case errors.Is(err, pgx.ErrTxCommitRollback), pgconn.SafeToRetry(err):
+	case errors.Is(err, pgx.ErrTxCommitRollback):
+		return err
+	case pgconn.SafeToRetry(err):
+		if over {
+			return fmt.Errorf("pgxgated: no answer within %v before COMMIT was sent: connection destroyed", limit)
+		}
 		return err
 	case errors.As(err, &pgErr) && !fatal(pgErr):
 		return err // an ERROR in COMMIT aborts the transaction
 	case over:
-		return &outcomeError{fmt.Errorf("no answer within %v", limit)}
-	default:
-		return &outcomeError{err}
+		err = fmt.Errorf("no answer within %v", limit)
 	}
+	return &outcomeError{err: err, tracked: tracked, xid: xid}
 }
 
 func (t *pgxTx) Rollback() error {
@@ -164,14 +180,120 @@ func fatal(e *pgconn.PgError) bool {
 	return s == "FATAL" || s == "PANIC"
 }
 
+// xid returns the transaction's id, "" if it has none since it changed nothing.
+func (r *pgxRaw) xid(ctx context.Context) (string, error) {
+	res, err := r.conn.PgConn().Exec(ctx, "select pg_catalog.pg_current_xact_id_if_assigned()").ReadAll()
+	if err != nil || len(res) != 1 || len(res[0].Rows) != 1 {
+		return "", err
+	}
+	return string(res[0].Rows[0][0]), nil
+}
+
 // outcomeError is the error of a COMMIT whose answer never came.
-type outcomeError struct{ err error }
+type outcomeError struct {
+	err     error
+	tracked bool   // xid was asked for before COMMIT
+	xid     string // "" if the transaction had none
+}
 
 func (e *outcomeError) Error() string {
 	return fmt.Sprintf("pgxgated: %v: %v", ErrOutcomeUnknown, e.err)
 }
 
 func (e *outcomeError) Unwrap() []error { return []error{ErrOutcomeUnknown, e.err} }
+
+// Outcome is what became of a transaction.
+type Outcome string
+
+const (
+	OutcomeUnknown    Outcome = "unknown"
+	OutcomeCommitted  Outcome = "committed"
+	OutcomeRolledBack Outcome = "rolled_back"
+	OutcomeNoChange   Outcome = "no_change" // it had changed nothing, so that it does not matter
+)
+
+// ResolveOutcome asks the server what became of a transaction whose Commit returned err. db must be the database that err
+// came from: transaction ids mean something to one server only, and its standbys. The question goes past the gate
+// (Bypass). While the transaction is still in progress on the server, ResolveOutcome asks again until ctx is done.
+//
+// Where err does not match ErrOutcomeUnknown there is nothing to ask: OutcomeRolledBack, or OutcomeCommitted for nil. With
+// an error the outcome is OutcomeUnknown: the transaction was not tracked (see [WithOutcomeTracking]), the server has
+// forgotten it, or the question itself failed. Nothing is ever retried.
+func ResolveOutcome(ctx context.Context, db *sql.DB, err error) (Outcome, error) {
+	var lost *outcomeError
+	switch {
+	case err == nil:
+		return OutcomeCommitted, nil
+	case !errors.As(err, &lost):
+		return OutcomeRolledBack, nil
+	case !lost.tracked:
+		return OutcomeUnknown, errors.New("pgxgated: the outcome cannot be known: the transaction was not tracked (WithOutcomeTracking)")
+	case lost.xid == "":
+		return OutcomeNoChange, nil
+	}
+	ctx = Bypass(ctx)
+	for wait := 10 * time.Millisecond; ; wait = min(2*wait, time.Second) {
+		var status sql.NullString
+		if err := db.QueryRowContext(ctx, "select pg_catalog.pg_xact_status($1::text::pg_catalog.xid8)", lost.xid).Scan(&status); err != nil {
+			return OutcomeUnknown, fmt.Errorf("pgxgated: asking for the outcome: %w", err)
+		}
+		switch {
+		case !status.Valid:
+			return OutcomeUnknown, errors.New("pgxgated: the outcome cannot be known: the server has forgotten the transaction")
+		case status.String == "committed":
+			return OutcomeCommitted, nil
+		case status.String == "aborted":
+			return OutcomeRolledBack, nil
+		}
+		t := time.NewTimer(wait)
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return OutcomeUnknown, fmt.Errorf("pgxgated: the transaction is still in progress: %w", ctx.Err())
+		}
+	}
+}
+
+// InTx runs fn in a transaction: it begins it, runs fn, and commits. It waits as BeginTx does.
+//
+// If fn returns an error, panics or ends its goroutine the transaction is rolled back; an error of the rollback is joined
+// to fn's, and a panic goes on unchanged. fn's value reaches the caller only after COMMIT was answered and the connection
+// and its permit are back. An error of Commit is returned as it is; see [ErrOutcomeUnknown].
+//
+// fn must do its work with the transaction and the context that it is given. Work outside of that transaction on the same
+// gate with that context (another InTx, BeginTx or statement on the *sql.DB) would wait for a permit while holding one,
+// and is refused at once with ErrNested; another gate is fine, and so is a goroutine that outlives the transaction.
+func InTx[T any](ctx context.Context, db *sql.DB, opts *sql.TxOptions, fn func(context.Context, *sql.Tx) (T, error)) (value T, err error) {
+	var none T
+	t, err := db.BeginTx(ctx, opts)
+	if err != nil {
+		return none, err
+	}
+	c := callOf(ctx)
+	h := &holder{gate: GateOf(db), outer: c.held}
+	c.held = h
+	defer h.done.Store(true)
+	committing := false
+	defer func() {
+		if committing {
+			return
+		}
+		// Also on a panic or Goexit. ErrTxDone: database/sql has rolled back already, as the context was done.
+		if rolled := t.Rollback(); err != nil && rolled != nil && !errors.Is(rolled, sql.ErrTxDone) {
+			err = errors.Join(err, rolled)
+		}
+	}()
+	value, err = fn(c.in(ctx), t)
+	if err != nil {
+		return none, err
+	}
+	committing = true
+	if err = t.Commit(); err != nil {
+		return none, err
+	}
+	return value, nil
+}
 
 // dbTx is a transaction of another driver, which brings its own idea of contexts in COMMIT and ROLLBACK.
 type dbTx struct {
@@ -182,7 +304,7 @@ type dbTx struct {
 func (t *dbTx) Commit() error {
 	err := t.r.run(func(inner) error { t.r.inTx = false; return t.t.Commit() })
 	if errors.Is(err, driver.ErrBadConn) {
-		return &outcomeError{errLost}
+		return &outcomeError{err: errLost}
 	}
 	return err
 }
