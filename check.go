@@ -17,11 +17,16 @@ type Budget struct {
 	OtherClients int
 }
 
-// Check compares the settings of a gated database with each other and with what the server allows, and returns one error
-// that lists every broken rule, nil if there is none: running ≤ the pool's size; PeakInstances × (the pool's size + 1 for
-// the verifier's own connection) + OtherClients ≤ what max_connections, the reserved connections, the role's and the
-// database's limits allow; SetMaxOpenConns of db, if set, not below running + waiting, since callers would then wait in
-// database/sql, where no limit of the gate counts.
+// Check compares the settings of a gated database with each other and with what the server allows, and returns one error,
+// a *CheckError that lists every broken rule, or nil if there is none:
+//
+//   - running is at most the pool's size, and the pool has one;
+//   - SetMaxOpenConns of db, if set, is not below running + waiting, since callers would then wait in database/sql, where no
+//     limit of the gate counts;
+//   - with PeakInstances × (the pool's size + 1 for the verifier's own connection), and OtherClients beside them, there are no
+//     more connections than max_connections less those reserved for others than this role;
+//   - PeakInstances × the same alone are not more than the role's CONNECTION LIMIT, nor than the database's. What
+//     OtherClients take of these two is not known: leave room for those that share the role or the database.
 //
 // It asks the server with one query, past the gate (Bypass), and waits for it as long as ctx allows. Call it once at
 // start-up, and treat the error as a warning or a failure as you like. An error that has not to do with a rule (not
@@ -42,13 +47,16 @@ func Check(ctx context.Context, db *sql.DB, b Budget) error {
 		return c.errClosed()
 	}
 	// For whom connections are reserved is decided by the session's role: SET ROLE changes nothing.
-	var server, role, database, reserved int
+	var server, reserved, role, database int
 	var roleName, databaseName string
 	err := db.QueryRowContext(Bypass(ctx), `
 		select pg_catalog.current_setting('max_connections')::int,
 			case when r.rolsuper then 0 else
 				pg_catalog.current_setting('superuser_reserved_connections')::int +
-				coalesce(pg_catalog.current_setting('reserved_connections', true)::int, 0)
+				case when exists (select from pg_catalog.pg_roles u where u.rolname = 'pg_use_reserved_connections'
+					and pg_catalog.pg_has_role(r.oid, u.oid, 'usage')) then 0 else
+					coalesce(pg_catalog.current_setting('reserved_connections', true)::int, 0)
+				end
 			end,
 			r.rolname, case when r.rolsuper then -1 else r.rolconnlimit end,
 			d.datname, case when r.rolsuper then -1 else d.datconnlimit end
@@ -69,22 +77,24 @@ func Check(ctx context.Context, db *sql.DB, b Budget) error {
 		e.add("SetMaxOpenConns is %d, less than running + waiting = %d + %d: leave it unset, or callers wait in database/sql, where no limit counts",
 			open, l.Running, l.Waiting)
 	}
-	allowed := []struct {
-		n    int
-		what string
-	}{
-		{server - reserved, fmt.Sprintf("the server allows %d (max_connections %d, %d of them reserved)", server-reserved, server, reserved)},
-		{role, fmt.Sprintf("the role %q may have %d", roleName, role)},
-		{database, fmt.Sprintf("the database %q allows %d", databaseName, database)},
+	each, verifier := p, ""
+	if provesEnds(src) {
+		each, verifier = p+1, " + 1 of the verifier"
 	}
+	ours, of := b.PeakInstances*each, fmt.Sprintf("%d instances × (%d connections%s)", b.PeakInstances, p, verifier)
 	if p == 0 {
 		e.add("the pool has no bound, so no number of instances is safe: call SetMaxOpenConns on it")
+		ours = 0
 	}
-	need := b.PeakInstances*(p+1) + b.OtherClients
-	for _, a := range allowed {
-		if p > 0 && a.n >= 0 && need > a.n {
-			e.add("%d instances × (%d connections + 1 of the verifier) + %d other clients = %d, but %s", b.PeakInstances, p, b.OtherClients, need, a.what)
-		}
+	if n := ours + b.OtherClients; n > server-reserved {
+		e.add("%s + %d other clients = %d, but the server allows %d (max_connections %d, of which %d are reserved)",
+			of, b.OtherClients, n, server-reserved, server, reserved)
+	}
+	if role >= 0 && ours > role {
+		e.add("%s = %d, but the role %q may have %d (CONNECTION LIMIT)", of, ours, roleName, role)
+	}
+	if database >= 0 && ours > database {
+		e.add("%s = %d, but the database %q allows %d (CONNECTION LIMIT)", of, ours, databaseName, database)
 	}
 	if len(e.Broken) == 0 {
 		return nil
@@ -92,15 +102,30 @@ func Check(ctx context.Context, db *sql.DB, b Budget) error {
 	return e
 }
 
+// provesEnds tells whether a connection of the verifier may come on top of the pool's.
+func provesEnds(src source) bool {
+	switch s := src.(type) {
+	case *poolSource:
+		return true
+	case *dbSource:
+		return s.side.Load() != nil
+	}
+	return false
+}
+
 // CheckError lists the rules that Check found broken.
 type CheckError struct {
-	Broken []string
+	Broken []string // a sentence each, with the values, the limit and what sets them
 }
 
 func (e *CheckError) add(format string, args ...any) {
 	e.Broken = append(e.Broken, fmt.Sprintf(format, args...))
 }
 
+// Error has one rule to a line where several are broken.
 func (e *CheckError) Error() string {
-	return "pgxgated: check: " + strings.Join(e.Broken, "; ")
+	if len(e.Broken) == 1 {
+		return "pgxgated: check: " + e.Broken[0]
+	}
+	return fmt.Sprintf("pgxgated: check: %d rules are broken:\n\t%s", len(e.Broken), strings.Join(e.Broken, "\n\t"))
 }

@@ -11,6 +11,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgxgated/pgxgated/internal/telemetry"
 )
 
 var (
@@ -47,6 +49,9 @@ type conn struct {
 	l      lease
 	closed bool
 	used   bool // an operation has ended on it
+	stmts  int  // statements of it that are open
+	result bool // a driver.Result of it is out, and whoever asks that one locks this connection (F18)
+	broken bool // a call panicked: its session is gone, and whoever pinned it must not get another one unnoticed (I10)
 }
 
 // lease is what one operation holds.
@@ -59,7 +64,7 @@ type lease struct {
 	fresh    bool  // nothing has run on p yet
 	ok       bool  // so far what the estimator calls successful
 	raw      bool  // p was handed out inside Raw, whose end nobody tells us
-	ours     bool  // p was closed during a call of ours, so it cannot have been hijacked
+	ours     bool  // p was closed during a call of ours, so it was not hijacked inside Raw
 	cause    error // why p is dead
 	pooled   bool  // no hook tells of the return: give everything back when the operation ends
 	pinned   bool  // no hook tells of the return, and it is a *sql.Conn: give the permit back when the operation ends
@@ -80,11 +85,17 @@ func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 			if l.pinned && !pinned {
 				c.end(false) // the *sql.Conn that left this here has been closed
 			}
+			if !pinned {
+				c.broken = false // it is somebody else's now
+			}
 			if c.used && !pinned && l.p == nil {
 				c.c.warnHidden()
 			}
 		}
 		l.pooled, l.pinned = hidden && !pinned, hidden && pinned
+	}
+	if c.broken {
+		return c.errLost()
 	}
 	if l.p != nil && l.p.closed() {
 		return c.public(ctx, l.deadErr(ctx))
@@ -98,7 +109,7 @@ func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 	}
 	if l.p == nil {
 		l.fresh, l.ok, l.things = true, true, 0
-		if err := c.take(ctx); err != nil {
+		if err := c.take(ctx, l.permit.at); err != nil {
 			c.c.gate.release(l.permit, false)
 			*l = lease{}
 			return err
@@ -112,12 +123,20 @@ func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 	return nil
 }
 
-// take gets a physical connection for the lease.
-func (c *conn) take(ctx context.Context) error {
+// take gets a physical connection for the lease. since is when the wait for it began, 0: now.
+func (c *conn) take(ctx context.Context, since time.Duration) error {
+	g := c.c.gate
+	rec := g.sink.Load()
+	if rec != nil && since == 0 {
+		since = g.now()
+	}
 	returned := false
 	defer c.guard(&returned) // hooks of the pool may panic
 	p, err := c.c.physical(ctx)
 	returned = true
+	if rec != nil {
+		rec.PoolWait(g.workloadOf(ctx), g.now()-since)
+	}
 	if err != nil {
 		return err
 	}
@@ -151,11 +170,24 @@ func (c *conn) again(ctx context.Context, err *error, tries *int, begin bool) bo
 	p := l.p
 	l.p = nil
 	discard(p)
-	if took := c.take(ctx); took != nil {
+	if took := c.take(ctx, 0); took != nil {
 		*err = took // says more than what the dead connection said
 		return false
 	}
 	return true
+}
+
+// outdatedPlan tells that the server refused to run a statement with the plan it had kept, since the table has changed; by
+// then pgx has dropped that plan, so the call is to be repeated on the same connection. Plain pgx spares those this error who
+// prepare a statement anew after the change, as GORM does; here a statement is its text (F8), so it must be spared
+// everybody. In a transaction, which the error has aborted, and inside a function it cannot be.
+func (c *conn) outdatedPlan(ctx context.Context, err error) bool {
+	var pgErr *pgconn.PgError
+	if c.l.p.conn == nil || ctx.Err() != nil || !errors.As(err, &pgErr) {
+		return false
+	}
+	// By the routine, as the message is in the server's language.
+	return pgErr.Code == "0A000" && pgErr.Routine == "RevalidateCachedQuery" && pgErr.Where == "" && c.l.p.raw.usable()
 }
 
 func (l *lease) gaveUp(tries *int, s source) bool {
@@ -178,7 +210,7 @@ func (c *conn) note(ctx context.Context, err error) {
 	switch {
 	case ctx.Err() != nil:
 		l.cause = ctx.Err()
-	case err != nil:
+	case err != nil && !errors.Is(err, driver.ErrBadConn): // I11: an interceptor may have said so
 		l.cause = err
 	default:
 		l.cause = errLost
@@ -207,7 +239,7 @@ func (c *conn) public(ctx context.Context, err error) error {
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		return fmt.Errorf("pgxgated: gate %q: %w", c.c.gate.name, errLost)
+		return c.errLost()
 	}
 	if done := ctx.Err(); done != nil && !errors.Is(err, done) && (c.l.p == nil || c.l.p.closed()) {
 		var pgErr *pgconn.PgError
@@ -218,6 +250,10 @@ func (c *conn) public(ctx context.Context, err error) error {
 	return err
 }
 
+func (c *conn) errLost() error {
+	return fmt.Errorf("pgxgated: gate %q: %w", c.c.gate.name, errLost)
+}
+
 // guard is deferred around everything that may call a driver, a hook or an interceptor. One that panics, or ends its
 // goroutine, leaves a connection in an unknown state and reaches neither IsValid nor, maybe, Close (F17): the lease is
 // given up on the spot.
@@ -226,6 +262,7 @@ func (c *conn) guard(returned *bool) {
 		return
 	}
 	c.l.ok = false
+	c.broken = true
 	c.end(true)
 }
 
@@ -238,11 +275,14 @@ func (c *conn) exec(ctx context.Context, query string, args []driver.NamedValue,
 	if err := c.begin(ctx, kindAutocommit, pinned); err != nil {
 		return nil, err
 	}
+	c.c.gate.leaks.ran(c.l.permit, query)
 	returned := false
 	defer c.guard(&returned)
-	for tries := 0; ; {
+	for tries, replanned := 0, false; ; {
 		res, err = c.l.p.ExecContext(ctx, query, args)
-		if !c.again(ctx, &err, &tries, false) {
+		if !replanned && c.outdatedPlan(ctx, err) {
+			replanned = true
+		} else if !c.again(ctx, &err, &tries, false) {
 			break
 		}
 	}
@@ -253,6 +293,7 @@ func (c *conn) exec(ctx context.Context, query string, args []driver.NamedValue,
 	if err != nil {
 		return nil, err
 	}
+	c.result = true
 	return res, nil
 }
 
@@ -265,13 +306,16 @@ func (c *conn) query(ctx context.Context, query string, args []driver.NamedValue
 	if err := c.begin(ctx, kindAutocommit, pinned); err != nil {
 		return nil, err
 	}
+	c.c.gate.leaks.ran(c.l.permit, query)
 	returned := false
 	defer c.guard(&returned)
 	var rows driver.Rows
 	var err error
-	for tries := 0; ; {
+	for tries, replanned := 0, false; ; {
 		rows, err = c.l.p.QueryContext(ctx, query, args)
-		if !c.again(ctx, &err, &tries, false) {
+		if !replanned && c.outdatedPlan(ctx, err) {
+			replanned = true
+		} else if !c.again(ctx, &err, &tries, false) {
 			break
 		}
 	}
@@ -304,7 +348,7 @@ func (c *conn) query(ctx context.Context, query string, args []driver.NamedValue
 func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, error) {
 	pinned := !c.c.returns.Load() && pinnedCaller()
 	if n, ok := c.c.texts.get(query); ok {
-		return &stmt{c: c, query: query, inputs: n, pinned: pinned}, nil
+		return c.newStmt(query, n, pinned), nil
 	}
 	if err := c.begin(ctx, kindAutocommit, pinned); err != nil {
 		return nil, err
@@ -331,18 +375,16 @@ func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, e
 	if isPgx {
 		c.c.texts.put(query, n) // another driver's Prepare is its own business each time: a mock counts them
 	}
-	return &stmt{c: c, query: query, inputs: n, pinned: pinned}, nil
+	return c.newStmt(query, n, pinned), nil
 }
 
 // BeginTx begins a transaction. Options that the server could not take are refused before anything is taken. It waits for
 // a running permit, for a physical connection, and for the answer to BEGIN, each with its own bound.
 func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, error) {
-	src := c.c.src()
-	if src == nil {
-		return nil, c.c.errClosed()
-	}
-	if err := src.checkTxOptions(opts); err != nil {
-		return nil, err
+	if c.c.pgx {
+		if _, err := pgxTxOptions(opts); err != nil {
+			return nil, err
+		}
 	}
 	k := kindTx
 	if opts.ReadOnly {
@@ -351,18 +393,19 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 	if err := c.begin(ctx, k, false); err != nil {
 		return nil, err
 	}
+	c.c.gate.leaks.ran(c.l.permit, "begin")
 	returned := false
 	defer c.guard(&returned)
 	var in driver.Tx
 	var err error
-	inner := &txContext{Context: ctx}
+	inner := newTxContext(ctx, c.l.p.conn == nil || c.l.p.hookedRows)
 	for tries := 0; ; {
 		in, err = c.l.p.BeginTx(inner, opts)
 		if !c.again(ctx, &err, &tries, true) {
 			break
 		}
 	}
-	inner.begun.Store(true)
+	inner.begin()
 	returned = true
 	c.note(ctx, err)
 	if err != nil {
@@ -370,6 +413,9 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 		err = c.public(ctx, err)
 		c.endPooled()
 		return nil, err
+	}
+	if h := callOf(ctx).begins; h != nil {
+		h.gate = c.c.gate
 	}
 	t := &tx{c: c, ctx: ctx, in: in}
 	c.l.tx = t
@@ -394,32 +440,35 @@ func (c *conn) Ping(ctx context.Context) (err error) {
 		c.note(ctx, err)
 		return c.public(ctx, err)
 	}
-	// A connection that died while idle says nothing about the server, so another one is asked.
+	// A connection that died while idle says nothing about the server, so another one is asked. Any other answer is one: the
+	// server's, or a mock's, which expects as many pings as were sent.
 	for tries := 0; ; tries++ {
 		p, err := c.c.physical(ctx)
 		if err != nil {
 			return err
 		}
-		err = pingOnce(ctx, p)
+		dead, err := pingOnce(ctx, p)
 		n, _ := c.c.src().size()
-		if err == nil || ctx.Err() != nil || tries > max(n, 4) {
+		if err == nil || !dead || ctx.Err() != nil || tries > max(n, 4) {
 			return c.public(ctx, err)
 		}
 	}
 }
 
-func pingOnce(ctx context.Context, p *physical) error {
+// pingOnce tells whether the connection was dead, too.
+func pingOnce(ctx context.Context, p *physical) (dead bool, err error) {
 	returned := false
 	defer func() {
+		dead = p.closed() || errors.Is(err, driver.ErrBadConn)
 		if !returned || !p.raw.usable() {
 			discard(p)
 			return
 		}
 		p.raw.giveBack()
 	}()
-	err := p.Ping(ctx)
+	err = p.Ping(ctx)
 	returned = true
-	return err
+	return false, err
 }
 
 // CheckNamedValue accepts everything: pgx converts by the types of the server, and another driver's checker is asked once
@@ -429,22 +478,23 @@ func (c *conn) CheckNamedValue(*driver.NamedValue) error { return nil }
 // ResetSession does nothing to an unbound connection, least of all network I/O. On one that still holds something it tells
 // that database/sql had taken it back unnoticed.
 func (c *conn) ResetSession(context.Context) error {
-	if c.l.p != nil {
-		c.end(false)
-	}
+	c.end(false)
+	c.broken = false
 	return nil
 }
 
 // IsValid is how database/sql tells that it takes the connection back (F1). It ends the lease and waits for nothing.
 //
-// It answers false where the next operation would have to wait for its permit: a Result or a Stmt of the last one locks
-// this connection, and would stand in the queue with whoever got it next (F18). Logical connections are cheap.
+// It answers false where a Result or a Stmt of it may still be used: either locks this connection, and would stand in the
+// queue with whoever got it next (F18). Nobody tells when a Result is done with. Another driver's statements are prepared
+// anew on each connection, so there a connection with a Stmt is kept as long as nobody would have to wait. A logical
+// connection made anew costs some microseconds in database/sql, so others are kept.
 func (c *conn) IsValid() bool {
 	if !c.c.returns.Load() {
 		c.c.returns.Store(true)
 	}
 	c.end(false)
-	return !c.closed && !c.c.gate.contended()
+	return !c.closed && !c.broken && !c.result && (c.stmts == 0 || !c.c.pgx && !c.c.contended())
 }
 
 // Close ends the lease, if IsValid has not. It waits for nothing.
@@ -498,7 +548,7 @@ func (c *conn) end(destroy bool) {
 	}
 }
 
-func (c *conn) settle(outcome string) { c.c.gate.sink.Load().tx(outcome) }
+func (c *conn) settle(o telemetry.Outcome) { c.c.gate.sink.Load().Transaction(o) }
 
 // Begin and Prepare are required of a driver.Conn and not called on one with the methods above.
 func (c *conn) Begin() (driver.Tx, error) { return c.BeginTx(context.Background(), driver.TxOptions{}) }
@@ -555,17 +605,24 @@ func (c *Connector) drain(l lease) {
 		return
 	}
 	if !l.ours {
-		// Closed inside Raw: cancelled there, or hijacked. Then it is somebody else's now, and not ours to terminate.
-		b.closedAt = time.Now()
-		done := pg.CleanupDone()
-		b.cancel = nil
+		b.closedAt = time.Now() // while rows were read, or inside Raw
+	}
+	if !l.ours && l.raw {
+		// Closed inside Raw: cancelled there, or hijacked. Then it is somebody else's now, and neither to be cancelled nor to
+		// be terminated by us; pgx never calls it cleaned up.
 		b.mayTerminate = func() bool {
 			select {
-			case <-done:
+			case <-pg.CleanupDone():
 				return true
 			default:
 				return false
 			}
+		}
+		b.cancel = func(ctx context.Context) error {
+			if !b.mayTerminate() {
+				return nil
+			}
+			return pg.CancelRequest(ctx)
 		}
 	}
 	p.raw.giveBack()
@@ -599,7 +656,17 @@ type stmt struct {
 	pinned bool // prepared on a *sql.Conn
 }
 
-func (s *stmt) Close() error  { return nil }
+func (c *conn) newStmt(query string, inputs int, pinned bool) *stmt {
+	c.stmts++
+	return &stmt{c: c, query: query, inputs: inputs, pinned: pinned}
+}
+
+// Close is called once, with the connection locked.
+func (s *stmt) Close() error {
+	s.c.stmts--
+	return nil
+}
+
 func (s *stmt) NumInput() int { return s.inputs }
 
 func (s *stmt) ExecContext(ctx context.Context, args []driver.NamedValue) (driver.Result, error) {

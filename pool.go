@@ -6,11 +6,15 @@ import (
 	"database/sql/driver"
 	"errors"
 	"fmt"
+	"math"
+	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
+	"weak"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -18,6 +22,8 @@ import (
 	"github.com/jackc/pgx/v5/stdlib"
 	"github.com/jackc/puddle/v2"
 	"github.com/ngrok/sqlmw"
+
+	"github.com/pgxgated/pgxgated/internal/telemetry"
 )
 
 // source is where physical connections come from: a pgxpool or a *sql.DB.
@@ -25,8 +31,6 @@ type source interface {
 	// acquire waits for a physical connection until ctx is done. The lease that gets it owns it exclusively until it
 	// calls giveBack or discard, once.
 	acquire(ctx context.Context) (*physical, error)
-	// checkTxOptions refuses what BEGIN would refuse, before anything is taken.
-	checkTxOptions(driver.TxOptions) error
 	// size is P, 0 without a bound; out is how many are taken.
 	size() (p, out int)
 	// close closes the pool if it is ours. It does not wait for connections that are out.
@@ -106,73 +110,84 @@ type observer struct {
 }
 
 func (o *observer) ConnBeginTx(ctx context.Context, c driver.ConnBeginTx, opts driver.TxOptions) (context.Context, driver.Tx, error) {
-	s := o.g.sink.Load()
-	start := s.start()
+	r, start := o.start()
 	tx, err := c.BeginTx(ctx, opts)
-	s.sql("begin", start, err)
+	o.end(r, telemetry.OpBegin, start, err)
 	return ctx, tx, err
 }
 
 func (o *observer) ConnPrepareContext(ctx context.Context, c driver.ConnPrepareContext, query string) (context.Context, driver.Stmt, error) {
-	s := o.g.sink.Load()
-	start := s.start()
+	r, start := o.start()
 	st, err := c.PrepareContext(ctx, query)
-	s.sql("prepare", start, err)
+	o.end(r, telemetry.OpPrepare, start, err)
 	return ctx, st, err
 }
 
 func (o *observer) ConnExecContext(ctx context.Context, c driver.ExecerContext, query string, args []driver.NamedValue) (driver.Result, error) {
-	s := o.g.sink.Load()
-	start := s.start()
-	r, err := c.ExecContext(ctx, query, args)
-	s.sql("exec", start, err)
-	return r, err
+	r, start := o.start()
+	res, err := c.ExecContext(ctx, query, args)
+	o.end(r, telemetry.OpExec, start, err)
+	return res, err
 }
 
 func (o *observer) ConnQueryContext(ctx context.Context, c driver.QueryerContext, query string, args []driver.NamedValue) (context.Context, driver.Rows, error) {
-	s := o.g.sink.Load()
-	start := s.start()
-	r, err := c.QueryContext(ctx, query, args)
-	s.sql("query", start, err)
-	return ctx, r, err
+	r, start := o.start()
+	rows, err := c.QueryContext(ctx, query, args)
+	o.end(r, telemetry.OpQuery, start, err)
+	return ctx, rows, err
 }
 
 func (o *observer) TxCommit(_ context.Context, tx driver.Tx) error {
-	s := o.g.sink.Load()
-	start := s.start()
+	r, start := o.start()
 	err := tx.Commit()
-	s.sql("commit", start, err)
+	o.end(r, telemetry.OpCommit, start, err)
 	return err
 }
 
 func (o *observer) TxRollback(_ context.Context, tx driver.Tx) error {
-	s := o.g.sink.Load()
-	start := s.start()
+	r, start := o.start()
 	err := tx.Rollback()
-	s.sql("rollback", start, err)
+	o.end(r, telemetry.OpRollback, start, err)
 	return err
 }
 
-func (s *sink) sql(op string, start time.Time, err error) {
-	if s != nil {
-		s.to.SQL(op, time.Since(start), errorClass(err))
+// start reads the clock, if metrics are attached.
+func (o *observer) start() (*telemetry.Recorder, time.Duration) {
+	r := o.g.sink.Load()
+	if r == nil {
+		return nil, 0
+	}
+	return r, o.g.now()
+}
+
+func (o *observer) end(r *telemetry.Recorder, op telemetry.Op, start time.Duration, err error) {
+	if r != nil {
+		r.SQL(op, o.g.now()-start, errorClass(err))
 	}
 }
 
 // errorClass puts what the server answered into one of a few classes.
-func errorClass(err error) string {
-	var pgErr *pgconn.PgError
-	switch {
-	case err == nil:
-		return ""
-	case !errors.As(err, &pgErr):
-		return "no_answer"
+func errorClass(err error) telemetry.Class {
+	if err == nil {
+		return telemetry.ClassNone
+	}
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok {
+		return telemetry.ClassNoAnswer
 	}
 	switch pgErr.Code {
-	case "57014", "55P03", "40001", "40P01", "53300":
-		return pgErr.Code
+	case "57014":
+		return telemetry.ClassCanceled
+	case "55P03":
+		return telemetry.ClassLockTimeout
+	case "40001":
+		return telemetry.ClassSerialization
+	case "40P01":
+		return telemetry.ClassDeadlock
+	case "53300":
+		return telemetry.ClassConnections
 	}
-	return "other"
+	return telemetry.ClassOther
 }
 
 // pgxSide is what two kinds of source share for connections that are pgx's: the state kept with each connection, and the
@@ -182,6 +197,7 @@ type pgxSide struct {
 	key      string // of our state in a connection's CustomData
 	observer *observer
 	v        *verifier
+	locks    lockSampler
 	pooler   atomic.Bool // the pids that connections report are not backends'
 	said     sync.Once
 }
@@ -189,13 +205,15 @@ type pgxSide struct {
 var pgxSides atomic.Uint64
 
 func newPgxSide(c *Connector, config func() *pgx.ConnConfig, before func(context.Context, *pgx.ConnConfig) error) *pgxSide {
-	return &pgxSide{
+	s := &pgxSide{
 		c:        c,
 		key:      "pgxgated." + strconv.FormatUint(pgxSides.Add(1), 10),
 		observer: &observer{g: c.gate},
 		v: newVerifier(verifierConnect(config, before), c.cfg.drainGrace, c.cfg.drainLimit,
 			func(uint32) { c.gate.countTerminated() }, c.cfg.gate.log, c.gate.name),
 	}
+	s.locks.v = s.v
+	return s
 }
 
 // known returns the state of a connection that was used before, or nil.
@@ -207,12 +225,36 @@ func (s *pgxSide) known(conn *pgx.Conn, back func()) *physical {
 	return p
 }
 
-// first makes the state of a connection that is used for the first time.
+// first makes the state of a connection that is used for the first time. Where it fails, or an interceptor panics, the
+// connection has been given back.
 func (s *pgxSide) first(ctx context.Context, std *stdlib.Conn, back func()) (*physical, error) {
 	conn := std.Conn()
-	if err := s.checkPID(ctx, conn.PgConn()); err != nil {
-		return nil, err
+	// The caller may be about to give up, which must not cost the new connection (F16): the question goes on without it.
+	answer := make(chan error, 1)
+	go func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+		defer cancel()
+		answer <- s.checkPID(ctx, conn.PgConn())
+	}()
+	select {
+	case err := <-answer:
+		if err != nil {
+			back()
+			return nil, err
+		}
+	case <-ctx.Done():
+		go func() {
+			<-answer
+			back()
+		}()
+		return nil, ctx.Err()
 	}
+	kept := false
+	defer func() {
+		if !kept {
+			back()
+		}
+	}()
 	raw := &pgxRaw{
 		std: std, conn: conn, back: back, bound: bound{pg: conn.PgConn()},
 		rollbackTimeout: s.c.cfg.rollbackTimeout, commitTimeout: s.c.cfg.commitTimeout,
@@ -224,6 +266,8 @@ func (s *pgxSide) first(ctx context.Context, std *stdlib.Conn, back func()) (*ph
 	}
 	p := &physical{operations: ops, raw: raw, conn: conn, side: s, hookedRows: len(s.c.cfg.interceptors) > 0}
 	conn.PgConn().CustomData()[s.key] = p
+	kept = true
+	s.locks.add(conn.PgConn())
 	return p, nil
 }
 
@@ -270,6 +314,7 @@ func newPoolSource(c *Connector, pool *pgxpool.Pool, own bool) *poolSource {
 		std:     stdlib.GetPoolConnector(pool),
 		// A stdlib.Conn can only be had by acquiring through stdlib, so the first use of a connection acquires it twice.
 		// A pool with hooks would see that, so there every acquisition goes through stdlib: 1.9 µs instead of 0.4.
+		//lint:ignore SA1019 a pool that was handed in may still have a BeforeAcquire
 		exact: cfg.AfterRelease != nil || cfg.PrepareConn != nil || cfg.BeforeAcquire != nil ||
 			acquireTracer || releaseTracer,
 		own: own,
@@ -286,12 +331,8 @@ func (s *poolSource) close() error {
 		go s.pool.Close() // waits for the connections that are out, which db.Close must not (F7)
 	}
 	s.v.close()
+	s.locks.close()
 	return nil
-}
-
-func (s *poolSource) checkTxOptions(opts driver.TxOptions) error {
-	_, err := pgxTxOptions(opts)
-	return err
 }
 
 func (s *poolSource) acquire(ctx context.Context) (*physical, error) {
@@ -328,11 +369,7 @@ func (s *poolSource) acquireOnce(ctx context.Context) (*physical, error) {
 	if p := s.known(std.Conn(), back); p != nil {
 		return p, nil
 	}
-	p, err := s.first(ctx, std, back)
-	if err != nil {
-		back()
-	}
-	return p, err
+	return s.first(ctx, std, back)
 }
 
 // staleError says that a connection was dead when it was first looked at.
@@ -486,12 +523,15 @@ func (r *pgxRaw) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx,
 	if err != nil {
 		return nil, err
 	}
+	if _, ours := ctx.(*txContext); !ours {
+		ctx = context.WithoutCancel(ctx) // an interceptor's own, which it may end with BEGIN
+	}
 	return &pgxTx{r: r, tx: tx, ctx: ctx, deadline: deadline, readOnly: opts.ReadOnly}, nil
 }
 
 // beginWithDeadline is BEGIN and, in the same round trip, the time that remains as the transaction's own
 // statement_timeout, and on PostgreSQL 17 and later as its transaction_timeout. Both are only ever made shorter than what
-// the role or the database has set, and end with the transaction.
+// the role or the database has set, and end with the transaction. What the server could not count is no deadline.
 func beginWithDeadline(o pgx.TxOptions, remaining time.Duration, version string) string {
 	var q strings.Builder
 	q.WriteString("begin")
@@ -502,13 +542,17 @@ func beginWithDeadline(o pgx.TxOptions, remaining time.Duration, version string)
 		q.WriteString(" " + string(o.AccessMode))
 	}
 	ms := max(remaining.Milliseconds(), 1)
+	if ms > math.MaxInt32 {
+		return q.String()
+	}
+	// The setting is made 0 first: a transaction_timeout that BEGIN has started runs on when another one is set.
 	tighten := func(setting string) {
-		fmt.Fprintf(&q, "; select pg_catalog.set_config('%[1]s', case when t = 0 or t > %[2]d then '%[2]dms' else pg_catalog.current_setting('%[1]s') end, true)"+
-			" from (select 1000 * extract(epoch from pg_catalog.current_setting('%[1]s')::pg_catalog.interval) as t) s", setting, ms)
+		fmt.Fprintf(&q, "; select pg_catalog.set_config('%[1]s', pg_catalog.substr(pg_catalog.set_config('%[1]s', '0', true), 2) || '%[2]dms', true)"+
+			" from (select 1000 * extract(epoch from pg_catalog.current_setting('%[1]s')::pg_catalog.interval) as t) s where t = 0 or t > %[2]d", setting, ms)
 	}
 	tighten("statement_timeout")
-	major, _, _ := strings.Cut(version, ".")
-	if n, err := strconv.Atoi(major); err == nil && n >= 17 {
+	end := strings.IndexFunc(version+".", func(r rune) bool { return r < '0' || r > '9' }) // 17.5, 18beta1
+	if n, err := strconv.Atoi(version[:end]); err == nil && n >= 17 {
 		tighten("transaction_timeout")
 	}
 	return q.String()
@@ -543,11 +587,12 @@ type bound struct {
 	mu    sync.Mutex // guards what follows; under it only SetDeadline, which does not block
 	armed bool
 	fired bool
+	until time.Time
 }
 
 func (b *bound) arm(d time.Duration) {
 	b.mu.Lock()
-	b.armed, b.fired = true, false
+	b.armed, b.fired, b.until = true, false, time.Now().Add(d)
 	b.mu.Unlock()
 	if b.timer == nil {
 		b.timer = time.AfterFunc(d, b.fire)
@@ -559,7 +604,7 @@ func (b *bound) arm(d time.Duration) {
 func (b *bound) fire() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.armed {
+	if b.armed && !time.Now().Before(b.until) { // else it is late, from the operation before
 		b.fired = true
 		_ = b.pg.Conn().SetDeadline(time.Unix(1, 0))
 	}
@@ -598,14 +643,13 @@ func (s *dbSource) size() (p, out int) {
 func (s *dbSource) close() error {
 	if side := s.side.Load(); side != nil {
 		side.v.close()
+		side.locks.close()
 	}
 	if s.own {
 		return s.db.Close() // does not wait for the connections that are out
 	}
 	return nil
 }
-
-func (s *dbSource) checkTxOptions(driver.TxOptions) error { return nil } // the inner driver's to say
 
 // check finds out whether the driver can be gated, which only a connection tells. A server that does not answer within
 // two seconds is left for the first use to report.
@@ -636,21 +680,24 @@ func (s *dbSource) acquire(ctx context.Context) (*physical, error) {
 		_, err := checkInner(dc)
 		return err
 	})
+	if err == nil && std != nil {
+		return s.pgx(ctx, sc, std)
+	}
+	kept := false
+	defer func() {
+		if !kept {
+			_ = sc.Close()
+		}
+	}()
 	if err != nil {
-		_ = sc.Close()
 		return nil, err
 	}
-	p := &physical{raw: raw, hookedRows: len(s.c.cfg.interceptors) > 0}
-	if std != nil {
-		p, err = s.pgx(ctx, sc, std)
-	} else {
-		p.operations, err = wrap(raw, s.observer, s.c.cfg.interceptors)
-	}
+	ops, err := wrap(raw, s.observer, s.c.cfg.interceptors)
 	if err != nil {
-		_ = sc.Close()
 		return nil, err
 	}
-	return p, nil
+	kept = true
+	return &physical{operations: ops, raw: raw, hookedRows: len(s.c.cfg.interceptors) > 0}, nil
 }
 
 func (s *dbSource) pgx(ctx context.Context, sc *sql.Conn, std *stdlib.Conn) (*physical, error) {
@@ -872,4 +919,326 @@ func innerArgs(c inner, args []driver.NamedValue) ([]driver.NamedValue, error) {
 		out = append(out, nv)
 	}
 	return out, nil
+}
+
+// lockSampler asks the server, when metrics are scraped, how many of a pool's backends wait for a lock. It has a
+// connection of its own, which needs no permit, is made on demand, and is kept for a minute after the last scrape.
+type lockSampler struct {
+	v *verifier // for its way of connecting and asking
+
+	asking sync.Mutex // held while the server is asked: who comes meanwhile takes that answer
+	conn   *pgconn.PgConn
+	idle   *time.Timer // closes conn
+	last   time.Time   // of the last answer
+	answer telemetry.Locks
+
+	mu       sync.Mutex // guards what follows; no I/O under it
+	backends []lockBackend
+	purgeAt  int // how many backends there may be before those that are gone are looked for
+	closed   bool
+	said     bool
+}
+
+type lockBackend struct {
+	pid  uint32
+	addr net.Addr
+	pg   weak.Pointer[pgconn.PgConn]
+}
+
+const (
+	lockSampleEvery   = time.Second
+	lockSampleTimeout = time.Second // connecting included: a scrape must not hang on a server that does
+	lockSampleGap     = time.Minute // of a longer time without a scrape no more than this is counted as waited
+	lockSampleLingers = time.Minute
+)
+
+// add notes a backend of the pool. pgx does not tell when it goes; that is found out later.
+func (l *lockSampler) add(pg *pgconn.PgConn) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.backends = append(l.backends, lockBackend{pg.PID(), pg.Conn().RemoteAddr(), weak.Make(pg)})
+	if len(l.backends) > l.purgeAt {
+		l.purgeLocked()
+		l.purgeAt = 2*len(l.backends) + 16
+	}
+}
+
+func (l *lockSampler) purgeLocked() {
+	l.backends = slices.DeleteFunc(l.backends, func(b lockBackend) bool {
+		pg := b.pg.Value()
+		if pg == nil {
+			return true
+		}
+		select {
+		case <-pg.CleanupDone():
+			return true
+		default:
+			return false
+		}
+	})
+}
+
+// sample returns the last answer if it is fresh, and else asks. out tells whether any connection is at work: idle ones wait
+// for nothing.
+func (l *lockSampler) sample(out bool) telemetry.Locks {
+	l.asking.Lock()
+	now := time.Now()
+	if since := now.Sub(l.last); l.last.IsZero() || since >= lockSampleEvery {
+		waiting, err := 0, error(nil)
+		if out {
+			waiting, err = l.ask(now)
+		}
+		if !l.last.IsZero() {
+			l.answer.WaitTime += time.Duration(waiting) * min(since, lockSampleGap)
+		}
+		l.last, l.answer.Waiting, l.answer.Known = now, waiting, err == nil
+		if err != nil {
+			l.say(err)
+		}
+	}
+	answer := l.answer
+	l.asking.Unlock()
+	l.mu.Lock()
+	closed := l.closed
+	l.mu.Unlock()
+	if closed {
+		l.hangUp() // it was closed meanwhile
+	}
+	return answer
+}
+
+// ask counts the backends that wait for a lock. It is called with asking held.
+func (l *lockSampler) ask(now time.Time) (waiting int, err error) {
+	l.mu.Lock()
+	l.purgeLocked()
+	var addr net.Addr
+	var pids []byte
+	for i := range slices.Backward(l.backends) {
+		b := &l.backends[i]
+		switch {
+		case addr == nil:
+			addr = b.addr
+		case addr.String() != b.addr.String():
+			continue // of a server that is not the pool's any more
+		}
+		if len(pids) > 0 {
+			pids = append(pids, ',')
+		}
+		pids = strconv.AppendUint(pids, uint64(b.pid), 10)
+	}
+	l.mu.Unlock()
+	if len(pids) == 0 {
+		return 0, nil
+	}
+	ctx, cancel := context.WithDeadline(context.Background(), now.Add(lockSampleTimeout))
+	defer cancel()
+	if l.conn == nil {
+		if l.conn, err = l.v.connect(ctx, addr); err != nil {
+			l.conn = nil
+			return 0, err
+		}
+	}
+	if l.idle == nil {
+		l.idle = time.AfterFunc(lockSampleLingers, l.hangUp)
+	} else {
+		l.idle.Reset(lockSampleLingers)
+	}
+	rows, err := l.v.query(ctx, l.conn, "SELECT pg_catalog.count(*) FILTER (WHERE a.wait_event_type = 'Lock'),"+
+		" pg_catalog.count(*) FILTER (WHERE a.backend_start IS NULL)"+
+		" FROM pg_catalog.pg_stat_activity a WHERE a.pid IN ("+string(pids)+")")
+	if err != nil {
+		_ = l.conn.Conn().Close() // hard: pgx would be polite to a server that may be lost
+		l.conn = nil
+		return 0, err
+	}
+	if string(rows[0][1]) != "0" {
+		return 0, errors.New("the rows of our backends are hidden from the role that the pool connects as")
+	}
+	return strconv.Atoi(string(rows[0][0]))
+}
+
+// say tells once that lock waits are not to be seen.
+func (l *lockSampler) say(err error) {
+	l.mu.Lock()
+	said := l.said
+	l.said = true
+	l.mu.Unlock()
+	if !said {
+		l.v.log.Warn("pgxgated: lock waits cannot be sampled from pg_stat_activity; this is said once", "gate", l.v.label, "reason", err)
+	}
+}
+
+// close closes the connection. It does not block.
+func (l *lockSampler) close() {
+	l.mu.Lock()
+	l.closed = true
+	l.mu.Unlock()
+	l.hangUp()
+}
+
+// hangUp closes the connection, unless it is in use.
+func (l *lockSampler) hangUp() {
+	if !l.asking.TryLock() {
+		return
+	}
+	defer l.asking.Unlock()
+	if l.idle != nil {
+		l.idle.Stop()
+	}
+	if conn := l.conn; conn != nil {
+		l.conn = nil
+		go func() {
+			ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+			defer cancel()
+			_ = conn.Close(ctx)
+		}()
+	}
+}
+
+// databases are the connectors that are open, by the pool that they were handed, or nil.
+var databases databaseSet
+
+type databaseSet struct {
+	mu     sync.Mutex // guards what follows; a gate's lock may be taken under it
+	open   map[*Connector]any
+	warned map[any]bool // pools
+}
+
+// add notes a database. Where several gates have one pool it warns, once for that pool, if their running permits together
+// are more than its p connections: the last to come then wait for a connection with a permit in hand.
+func (d *databaseSet) add(c *Connector, pool any, p int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.open == nil {
+		d.open, d.warned = make(map[*Connector]any), make(map[any]bool)
+	}
+	d.open[c] = pool
+	if pool == nil || p == 0 || d.warned[pool] {
+		return
+	}
+	var gates []string
+	running := 0
+	seen := make(map[*Gate]bool)
+	for o, of := range d.open {
+		if of == pool && !seen[o.gate] {
+			seen[o.gate] = true
+			gates = append(gates, o.gate.name)
+			running += o.gate.Stats().Limits.Running
+		}
+	}
+	if len(gates) > 1 && running > p {
+		d.warned[pool] = true
+		slices.Sort(gates)
+		c.cfg.gate.log.Warn("pgxgated: the gates over one pool have more running permits together than it has connections, so operations will wait for a connection with a permit in hand: lower gate_running, or use one gate with workloads",
+			"gates", gates, "running", running, "connections", p)
+	}
+}
+
+func (d *databaseSet) remove(c *Connector) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	pool := d.open[c]
+	delete(d.open, c)
+	for _, of := range d.open {
+		if of == pool {
+			return
+		}
+	}
+	delete(d.warned, pool)
+}
+
+// sources are the pools behind a gate, each once.
+func (d *databaseSet) sources(g *Gate) []source {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var sources []source
+	seen := make(map[any]bool)
+	for c, pool := range d.open {
+		s := c.source.Load()
+		if c.gate != g || s == nil || pool != nil && seen[pool] {
+			continue
+		}
+		seen[pool] = true
+		sources = append(sources, *s)
+	}
+	return sources
+}
+
+func init() {
+	telemetry.Attach = func(gate any) *telemetry.Recorder {
+		g := gate.(*Gate)
+		g.sink.CompareAndSwap(nil, telemetry.NewRecorder(len(g.budgets)))
+		return g.sink.Load()
+	}
+	telemetry.Snapshot = func(gate any) (whole, without any, closed bool) { return gate.(*Gate).snapshot() }
+	telemetry.Workloads = func(gate any) []string {
+		var names []string
+		for _, b := range gate.(*Gate).budgets {
+			names = append(names, b.name)
+		}
+		return names
+	}
+	telemetry.Pools = func(gate any) telemetry.Pool {
+		var sum telemetry.Pool
+		for _, s := range databases.sources(gate.(*Gate)) {
+			sum.Add(poolStats(s))
+		}
+		return sum
+	}
+	telemetry.LockWaits = func(gate any) telemetry.Locks {
+		sum := telemetry.Locks{Known: true}
+		var mu sync.Mutex
+		var wg sync.WaitGroup
+		for _, s := range databases.sources(gate.(*Gate)) {
+			wg.Go(func() {
+				l := lockWaits(s)
+				mu.Lock()
+				defer mu.Unlock()
+				sum.Known = sum.Known && l.Known
+				sum.Waiting += l.Waiting
+				sum.WaitTime += l.WaitTime
+			})
+		}
+		wg.Wait()
+		return sum
+	}
+}
+
+// poolStats is what a pool says of itself.
+func poolStats(s source) telemetry.Pool {
+	switch s := s.(type) {
+	case *poolSource:
+		st := s.pool.Stat()
+		return telemetry.Pool{
+			Max: int(st.MaxConns()), Acquired: int(st.AcquiredConns()), Idle: int(st.IdleConns()), Constructing: int(st.ConstructingConns()),
+			Acquires: uint64(st.AcquireCount()), EmptyAcquires: uint64(st.EmptyAcquireCount()),
+			CanceledAcquires: uint64(st.CanceledAcquireCount()), NewConnections: uint64(st.NewConnsCount()),
+			LifetimeDestroys: uint64(st.MaxLifetimeDestroyCount()), IdleDestroys: uint64(st.MaxIdleDestroyCount()),
+			AcquireTime: st.AcquireDuration(), EmptyAcquireTime: st.EmptyAcquireWaitTime(),
+		}
+	case *dbSource:
+		st := s.db.Stats()
+		return telemetry.Pool{
+			Max: st.MaxOpenConnections, Acquired: st.InUse, Idle: st.Idle,
+			EmptyAcquires: uint64(st.WaitCount), EmptyAcquireTime: st.WaitDuration,
+			LifetimeDestroys: uint64(st.MaxLifetimeClosed), IdleDestroys: uint64(st.MaxIdleClosed + st.MaxIdleTimeClosed),
+		}
+	}
+	return telemetry.Pool{}
+}
+
+// lockWaits samples the pools whose server is PostgreSQL and can be seen.
+func lockWaits(s source) telemetry.Locks {
+	var side *pgxSide
+	switch s := s.(type) {
+	case *poolSource:
+		side = s.pgxSide
+	case *dbSource:
+		side = s.side.Load()
+	}
+	if side == nil || side.pooler.Load() {
+		return telemetry.Locks{}
+	}
+	_, out := s.size()
+	return side.locks.sample(out > 0)
 }

@@ -11,6 +11,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgxgated/pgxgated/internal/telemetry"
 )
 
 var (
@@ -23,9 +25,32 @@ var (
 // txContext is the context of a transaction below database/sql. Up to the answer to BEGIN it is the caller's. From then
 // on it keeps the values, but neither cancellation nor deadline: COMMIT and ROLLBACK, and the interceptors that see
 // them, do not follow the caller's.
+//
+// An interceptor, or another driver, may go on watching what it was given, or derive a context from it. For those the
+// channel is one of its own, which the caller's end no longer closes: with the caller's, a watcher would find it closed and
+// Err nil, upon which package context and lib/pq panic. pgx alone keeps nothing of it, and is spared the four allocations.
 type txContext struct {
 	context.Context
 	begun atomic.Bool
+	done  chan struct{} // nil: the caller's
+	stop  func() bool
+}
+
+func newTxContext(ctx context.Context, kept bool) *txContext {
+	c := &txContext{Context: ctx}
+	if kept && ctx.Done() != nil {
+		c.done = make(chan struct{})
+		c.stop = context.AfterFunc(ctx, func() { close(c.done) })
+	}
+	return c
+}
+
+// begin says that BEGIN has been answered.
+func (c *txContext) begin() {
+	c.begun.Store(true)
+	if c.stop != nil {
+		c.stop()
+	}
 }
 
 func (c *txContext) Deadline() (time.Time, bool) {
@@ -36,13 +61,25 @@ func (c *txContext) Deadline() (time.Time, bool) {
 }
 
 func (c *txContext) Done() <-chan struct{} {
-	if c.begun.Load() {
+	switch {
+	case c.done != nil:
+		return c.done
+	case c.begun.Load():
 		return nil
+	default:
+		return c.Context.Done()
 	}
-	return c.Context.Done()
 }
 
 func (c *txContext) Err() error {
+	if c.done != nil {
+		select {
+		case <-c.done:
+			return c.Context.Err()
+		default:
+			return nil
+		}
+	}
 	if c.begun.Load() {
 		return nil
 	}
@@ -71,14 +108,14 @@ func (t *tx) end(commit bool) (err error) {
 	c := t.c
 	l := &c.l
 	if l.p == nil || l.tx != t {
-		return fmt.Errorf("pgxgated: gate %q: %w", c.c.gate.name, errLost) // a call in it panicked
+		return c.errLost() // a call in it panicked
 	}
 	alive := t.ctx.Err() == nil
 	if l.p.closed() {
 		// Cut off before COMMIT or ROLLBACK was sent: nothing was committed.
 		l.tx, l.ok = nil, false
 		err = l.deadErr(t.ctx)
-		c.settle("rolled_back")
+		c.settle(telemetry.RolledBack)
 		c.endPooled()
 		return err
 	}
@@ -92,16 +129,19 @@ func (t *tx) end(commit bool) (err error) {
 	returned = true
 	l.tx = nil
 	c.note(t.ctx, err)
+	if !commit && !alive && l.p.closed() {
+		err = t.ctx.Err() // the caller's end came first; why the session could not be kept is no answer to it
+	}
 	switch {
 	case errors.Is(err, ErrOutcomeUnknown):
 		l.ok = false
-		c.settle("unknown")
+		c.settle(telemetry.Unknown)
 	case commit && err == nil:
 		l.ok = true
-		c.settle("committed")
+		c.settle(telemetry.Committed)
 	default:
 		l.ok = err == nil && alive && l.ok
-		c.settle("rolled_back")
+		c.settle(telemetry.RolledBack)
 	}
 	c.endPooled()
 	return c.public(t.ctx, err)
@@ -122,14 +162,15 @@ func (t *pgxTx) Commit() error {
 		limit = max(time.Until(t.deadline), t.r.commitTimeout)
 	}
 	var xid string
-	tracked := false
+	var tracked, sent bool
 	err, over := t.r.within(limit, func() (err error) {
 		if t.r.track && !t.readOnly && t.r.conn.PgConn().TxStatus() == 'T' {
 			if xid, err = t.r.xid(t.ctx); err != nil {
-				return &notSentError{err} // COMMIT was not
+				return err
 			}
 			tracked = true
 		}
+		sent = true
 		return t.tx.Commit(t.ctx)
 	})
 	if err == nil {
@@ -139,13 +180,13 @@ func (t *pgxTx) Commit() error {
 	switch {
 	case errors.Is(err, pgx.ErrTxCommitRollback):
 		return err
-	case pgconn.SafeToRetry(err):
+	case !sent || pgconn.SafeToRetry(err):
 		if over {
 			return fmt.Errorf("pgxgated: no answer within %v before COMMIT was sent: connection destroyed", limit)
 		}
 		return err
-	case errors.As(err, &pgErr) && !fatal(pgErr):
-		return err // an ERROR in COMMIT aborts the transaction
+	case errors.As(err, &pgErr) && !mayHaveCommitted(pgErr):
+		return err
 	case over:
 		err = fmt.Errorf("no answer within %v", limit)
 	}
@@ -171,20 +212,25 @@ func (r *pgxRaw) within(d time.Duration, f func() error) (err error, over bool) 
 	return err, r.bound.disarm() && err != nil
 }
 
-// fatal tells that the server ends the session with this error.
-func fatal(e *pgconn.PgError) bool {
+// mayHaveCommitted tells that COMMIT may have been carried out although it was answered with this error. An ERROR aborts
+// the transaction. A session that the server ends may have committed first, unless it was ended since it idled in the
+// transaction: then that was the answer before COMMIT was asked.
+func mayHaveCommitted(e *pgconn.PgError) bool {
 	s := e.SeverityUnlocalized
 	if s == "" {
 		s = e.Severity
 	}
-	return s == "FATAL" || s == "PANIC"
+	return (s == "FATAL" || s == "PANIC") && e.Code != "25P03" // idle_in_transaction_session_timeout
 }
 
 // xid returns the transaction's id, "" if it has none since it changed nothing.
 func (r *pgxRaw) xid(ctx context.Context) (string, error) {
 	res, err := r.conn.PgConn().Exec(ctx, "select pg_catalog.pg_current_xact_id_if_assigned()").ReadAll()
-	if err != nil || len(res) != 1 || len(res[0].Rows) != 1 {
+	if err != nil {
 		return "", err
+	}
+	if len(res) != 1 || len(res[0].Rows) != 1 { // never take half an answer for "changed nothing"
+		return "", errors.New("pgxgated: the server does not tell the transaction's id (WithOutcomeTracking)")
 	}
 	return string(res[0].Rows[0][0]), nil
 }
@@ -212,32 +258,37 @@ const (
 	OutcomeNoChange   Outcome = "no_change" // it had changed nothing, so that it does not matter
 )
 
-// ResolveOutcome asks the server what became of a transaction whose Commit returned err. db must be the database that err
-// came from: transaction ids mean something to one server only, and its standbys. The question goes past the gate
-// (Bypass). While the transaction is still in progress on the server, ResolveOutcome asks again until ctx is done.
+// ResolveOutcome asks the server what became of a transaction whose Commit, or whose [InTx], returned err. The question
+// goes past the gate (Bypass) and waits for a connection and the answer as long as ctx allows. While the transaction is
+// still in progress on the server, ResolveOutcome asks again until ctx is done.
+//
+// db must lead to the very server that err came from: a transaction id means nothing to another one, and after a failover
+// to a standby that lacked the last transactions it may mean a different transaction.
 //
 // Where err does not match ErrOutcomeUnknown there is nothing to ask: OutcomeRolledBack, or OutcomeCommitted for nil. With
-// an error the outcome is OutcomeUnknown: the transaction was not tracked (see [WithOutcomeTracking]), the server has
-// forgotten it, or the question itself failed. Nothing is ever retried.
+// an error the outcome is OutcomeUnknown: the transaction was not tracked (see [WithOutcomeTracking]; one that began as
+// read-only never is), the server has forgotten it, the question itself failed, or err is sql.ErrTxDone, which says only
+// that an earlier Commit or Rollback has ended the transaction. Nothing is ever retried.
 func ResolveOutcome(ctx context.Context, db *sql.DB, err error) (Outcome, error) {
 	var lost *outcomeError
 	switch {
 	case err == nil:
 		return OutcomeCommitted, nil
-	case !errors.As(err, &lost):
+	case errors.Is(err, sql.ErrTxDone):
+		return OutcomeUnknown, fmt.Errorf("pgxgated: the outcome cannot be known from this error: %w", err)
+	case !errors.Is(err, ErrOutcomeUnknown):
 		return OutcomeRolledBack, nil
-	case !lost.tracked:
+	case !errors.As(err, &lost) || !lost.tracked:
 		return OutcomeUnknown, errors.New("pgxgated: the outcome cannot be known: the transaction was not tracked (WithOutcomeTracking)")
 	case lost.xid == "":
 		return OutcomeNoChange, nil
 	}
 	ctx = Bypass(ctx)
 	for wait := 10 * time.Millisecond; ; wait = min(2*wait, time.Second) {
-		var status sql.NullString
-		if err := db.QueryRowContext(ctx, "select pg_catalog.pg_xact_status($1::text::pg_catalog.xid8)", lost.xid).Scan(&status); err != nil {
-			return OutcomeUnknown, fmt.Errorf("pgxgated: asking for the outcome: %w", err)
-		}
+		status, err := xactStatus(ctx, db, lost.xid)
 		switch {
+		case err != nil:
+			return OutcomeUnknown, fmt.Errorf("pgxgated: asking for the outcome: %w", err)
 		case !status.Valid:
 			return OutcomeUnknown, errors.New("pgxgated: the outcome cannot be known: the server has forgotten the transaction")
 		case status.String == "committed":
@@ -255,43 +306,62 @@ func ResolveOutcome(ctx context.Context, db *sql.DB, err error) (Outcome, error)
 	}
 }
 
+// xactStatus asks in a transaction, since what broke COMMIT may have broken every idle connection of the pool: BEGIN is
+// repeated on another one, a query is not.
+func xactStatus(ctx context.Context, db *sql.DB, xid string) (status sql.NullString, err error) {
+	t, err := db.BeginTx(ctx, &sql.TxOptions{ReadOnly: true})
+	if err != nil {
+		return status, err
+	}
+	defer t.Rollback() // nothing depends on it
+	err = t.QueryRowContext(ctx, "select pg_catalog.pg_xact_status($1::text::pg_catalog.xid8)", xid).Scan(&status)
+	return status, err
+}
+
 // InTx runs fn in a transaction: it begins it, runs fn, and commits. It waits as BeginTx does.
 //
-// If fn returns an error, panics or ends its goroutine the transaction is rolled back; an error of the rollback is joined
-// to fn's, and a panic goes on unchanged. fn's value reaches the caller only after COMMIT was answered and the connection
-// and its permit are back. An error of Commit is returned as it is; see [ErrOutcomeUnknown].
+// If fn returns an error, panics or ends its goroutine the transaction is rolled back; an error of the rollback that says
+// something new is joined to fn's, and a panic goes on unchanged. fn's value reaches the caller only after COMMIT was
+// answered and the connection and its permit are back. An error of Commit is returned as it is; see [ErrOutcomeUnknown].
 //
-// fn must do its work with the transaction and the context that it is given. Work outside of that transaction on the same
-// gate with that context (another InTx, BeginTx or statement on the *sql.DB) would wait for a permit while holding one,
-// and is refused at once with ErrNested; another gate is fine, and so is a goroutine that outlives the transaction.
+// fn must do its work with the transaction and the context that it is given, and leave it to InTx to end the transaction.
+// Work outside of that transaction on the same gate with that context (another InTx, BeginTx or statement on the *sql.DB)
+// would wait for a permit while holding one, and is refused at once with ErrNested; another gate is fine, and so is a
+// goroutine that outlives the transaction. On a database that is not gated all of this holds but the refusal.
 func InTx[T any](ctx context.Context, db *sql.DB, opts *sql.TxOptions, fn func(context.Context, *sql.Tx) (T, error)) (value T, err error) {
 	var none T
-	t, err := db.BeginTx(ctx, opts)
+	c := callOf(ctx)
+	h := &holder{outer: c.held}
+	beginning := c
+	beginning.begins = h
+	t, err := db.BeginTx(beginning.in(ctx), opts)
 	if err != nil {
 		return none, err
 	}
-	c := callOf(ctx)
-	h := &holder{gate: GateOf(db), outer: c.held}
-	c.held = h
 	defer h.done.Store(true)
-	committing := false
+	committed := false
 	defer func() {
-		if committing {
+		if committed {
 			return
 		}
-		// Also on a panic or Goexit. ErrTxDone: database/sql has rolled back already, as the context was done.
-		if rolled := t.Rollback(); err != nil && rolled != nil && !errors.Is(rolled, sql.ErrTxDone) {
+		rolled := t.Rollback() // also on a panic or Goexit
+		switch {
+		case err == nil || rolled == nil:
+		case errors.Is(rolled, sql.ErrTxDone): // it has ended: in Commit, or since the context did
+		case errors.Is(err, rolled), ctx.Err() != nil && errors.Is(rolled, ctx.Err()):
+			// The session had ended before, and with it the transaction.
+		default:
 			err = errors.Join(err, rolled)
 		}
 	}()
-	value, err = fn(c.in(ctx), t)
-	if err != nil {
+	c.held = h
+	if value, err = fn(c.in(ctx), t); err != nil {
 		return none, err
 	}
-	committing = true
 	if err = t.Commit(); err != nil {
 		return none, err
 	}
+	committed = true
 	return value, nil
 }
 
