@@ -134,11 +134,16 @@ func (c *conn) take(ctx context.Context, since time.Duration) error {
 	defer c.guard(&returned) // hooks of the pool may panic
 	p, err := c.c.physical(ctx)
 	returned = true
+	var now time.Duration
 	if rec != nil {
-		rec.PoolWait(g.workloadOf(ctx), g.now()-since)
+		now = g.now()
+		rec.PoolWait(g.workloadOf(ctx), now-since)
 	}
 	if err != nil {
 		return err
+	}
+	if !p.hookedRows {
+		p.observer.from = now // no interceptors in between: the first call follows at once
 	}
 	c.l.p, c.l.closedAt = p, time.Time{}
 	return nil
@@ -317,6 +322,11 @@ func (c *conn) query(ctx context.Context, query string, args []driver.NamedValue
 			replanned = true
 		} else if !c.again(ctx, &err, &tries, false) {
 			break
+		}
+	}
+	if err != nil && c.l.p != nil {
+		if left := c.l.p.raw.takeRows(); left != nil {
+			_ = left.Close() // of an interceptor that failed after the query had succeeded; its error is the answer
 		}
 	}
 	returned = true
@@ -593,7 +603,7 @@ func (c *Connector) drain(l lease) {
 		return
 	}
 	pg := p.conn.PgConn()
-	b := backend{pid: pg.PID(), addr: pg.Conn().RemoteAddr(), closedAt: l.closedAt, cancel: pg.CancelRequest, done: release}
+	b := backend{pid: pg.PID(), addr: pg.Conn().RemoteAddr(), server: p.raw.(*pgxRaw).server, closedAt: l.closedAt, cancel: pg.CancelRequest, done: release}
 	if !p.closed() {
 		go func() {
 			ctx, cancel := context.WithTimeout(context.Background(), c.cfg.rollbackTimeout)
@@ -718,7 +728,7 @@ func (c *conn) pgxConn(ctx context.Context) (*pgx.Conn, error) {
 	if c.l.p.conn == nil {
 		return nil, fmt.Errorf("pgxgated: PgxConn: the pool's driver is not pgx")
 	}
-	c.l.raw, c.l.fresh = true, false
+	c.l.raw, c.l.fresh, c.l.p.observer.from = true, false, 0
 	return c.l.p.conn, nil
 }
 

@@ -36,6 +36,7 @@ const (
 type backend struct {
 	pid      uint32
 	addr     net.Addr  // RemoteAddr of the closed connection
+	server   string    // which of several servers behind addr, as serverQuery tells it; "" if that is not known
 	closedAt time.Time // by the client's clock, monotonic: the server's need not agree with it
 
 	// cancel sends a cancel request (PgConn.CancelRequest), and again while the backend is still there. nil: none is sent.
@@ -57,8 +58,9 @@ type backend struct {
 // process, to which the pid went on, if it started after the connection was closed; a row whose start is hidden from us
 // (another role's) counts as still there. PostgreSQL takes the row out after it has rolled back and released the locks.
 //
-// There is no goroutine and no connection until something is to be watched. Then there is one of each per server address,
-// as another server's word is no proof: with one server, one. All backends are asked for in one query.
+// There is no goroutine and no connection until something is to be watched. Then there is one of each per server, as
+// another server's word is no proof: with one server, one. All backends are asked for in one query. Behind a load balancer
+// several servers have one address, so the one that answered says which it is.
 //
 //	watch → check at once → gone: done(true)
 //	          ↑   ↓ still there
@@ -81,10 +83,11 @@ type verifier struct {
 	closed   bool
 }
 
-// drainServer is one address with backends to be verified, and the goroutine that does it.
+// drainServer is one server with backends to be verified, and the goroutine that does it.
 type drainServer struct {
 	key      string
 	addr     net.Addr
+	server   string
 	wake     chan struct{} // holds one
 	draining []*drain      // guarded by verifier.mu
 	lastErr  error         // of the last check; guarded by verifier.mu
@@ -109,7 +112,10 @@ type drain struct {
 	canceling   atomic.Bool
 }
 
-var errServerSilent = errors.New("no answer from the server")
+var (
+	errServerSilent  = errors.New("no answer from the server")
+	errAnotherServer = errors.New("another server answers at the address")
+)
 
 // newVerifier returns a verifier that does nothing yet. connect opens its own connection to the server at addr. grace and
 // limit are gate_drain_grace and gate_drain_limit; onTerminate, if not nil, hears of each backend terminated.
@@ -135,12 +141,13 @@ func (v *verifier) watch(b backend) {
 	if b.addr != nil {
 		key = b.addr.Network() + " " + b.addr.String()
 	}
+	key += " " + b.server
 
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	s := v.servers[key]
 	if s == nil {
-		s = &drainServer{key: key, addr: b.addr, wake: make(chan struct{}, 1), lastErr: errServerSilent}
+		s = &drainServer{key: key, addr: b.addr, server: b.server, wake: make(chan struct{}, 1), lastErr: errServerSilent}
 		v.servers[key] = s
 		go v.run(s)
 	}
@@ -286,11 +293,14 @@ func (v *verifier) check(s *drainServer, drains []*drain) (err error) {
 	ctx, stop := context.WithDeadline(context.Background(), latest.Add(drainLastCheck))
 	defer stop()
 	if s.conn == nil {
-		ctx, stop := context.WithTimeout(ctx, verifierConnectTimeout)
-		s.conn, err = v.connect(ctx, s.addr)
+		dialing, stop := context.WithTimeout(ctx, verifierConnectTimeout)
+		s.conn, err = v.connect(dialing, s.addr)
 		stop()
 		if err != nil {
 			s.conn = nil
+			return err
+		}
+		if err := v.identify(ctx, s); err != nil {
 			return err
 		}
 	}
@@ -310,6 +320,23 @@ func (v *verifier) check(s *drainServer, drains []*drain) (err error) {
 				return err
 			}
 		}
+	}
+	return nil
+}
+
+// identify makes sure that a new connection leads to the server in question: behind a load balancer it may not.
+func (v *verifier) identify(ctx context.Context, s *drainServer) error {
+	if s.server == "" {
+		return nil
+	}
+	ctx, stop := context.WithTimeout(ctx, v.checkTimeout)
+	defer stop()
+	r, err := s.conn.Exec(ctx, serverQuery).ReadAll()
+	if err != nil {
+		return err
+	}
+	if len(r) != 1 || len(r[0].Rows) != 1 || string(r[0].Rows[0][1]) != s.server {
+		return errAnotherServer
 	}
 	return nil
 }

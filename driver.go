@@ -189,7 +189,7 @@ func OpenDB(pool *sql.DB, opts ...Option) (*sql.DB, error) {
 	p := pool.Stats().MaxOpenConnections
 	return open(pool, fmt.Sprintf("%T", pool.Driver()), p, fmt.Sprintf("the pool's MaxOpenConns %d", p), opts,
 		func(c *Connector) (source, error) {
-			s := &dbSource{db: pool, c: c, observer: &observer{g: c.gate}, own: c.cfg.ownPool}
+			s := &dbSource{db: pool, c: c, own: c.cfg.ownPool}
 			return s, s.check()
 		})
 }

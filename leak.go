@@ -12,7 +12,8 @@ import (
 // stack that took the lease, and one more when it comes back, so that a long transaction can be told from a forgotten one.
 // It ends nothing and releases nothing. A nil leakWatch, which is gate_leak_threshold 0, does nothing.
 //
-// It costs nothing while off. On, each lease costs about 0.4 µs and no allocation, and each statement 50 ns.
+// It costs nothing while off. On, each lease costs 0.5 µs (a permit taken by hand) to 2 µs (below database/sql, by the depth of
+// the stack) and no allocation, and each statement some 50 ns of that.
 //
 // There is one timer for the gate, armed while permits are out, for the moment at which the first of them may be overdue:
 // one per lease would cost as much again as the stack.

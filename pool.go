@@ -50,6 +50,7 @@ type operations interface {
 // at a time.
 type physical struct {
 	operations           // through the interceptors
+	observer   *observer // the innermost of them
 	raw        rawConn   // below them
 	conn       *pgx.Conn // nil: another driver
 	side       *pgxSide  // nil: another driver
@@ -104,9 +105,11 @@ func (d openedDriver) Connect(context.Context) (driver.Conn, error)   { return d
 func (d openedDriver) Driver() driver.Driver                          { return d }
 
 // observer is our own interceptor: it reports what the server was asked, how long it took, and what it answered.
+// There is one for each physical connection.
 type observer struct {
 	sqlmw.NullInterceptor
-	g *Gate
+	g    *Gate
+	from time.Duration // when the first call of a lease begins, if that is known: a clock costs more than the rest
 }
 
 func (o *observer) ConnBeginTx(ctx context.Context, c driver.ConnBeginTx, opts driver.TxOptions) (context.Context, driver.Tx, error) {
@@ -157,7 +160,12 @@ func (o *observer) start() (*telemetry.Recorder, time.Duration) {
 	if r == nil {
 		return nil, 0
 	}
-	return r, o.g.now()
+	at := o.from
+	o.from = 0
+	if at == 0 {
+		at = o.g.now()
+	}
+	return r, at
 }
 
 func (o *observer) end(r *telemetry.Recorder, op telemetry.Op, start time.Duration, err error) {
@@ -193,22 +201,20 @@ func errorClass(err error) telemetry.Class {
 // pgxSide is what two kinds of source share for connections that are pgx's: the state kept with each connection, and the
 // proof that a backend is gone.
 type pgxSide struct {
-	c        *Connector
-	key      string // of our state in a connection's CustomData
-	observer *observer
-	v        *verifier
-	locks    lockSampler
-	pooler   atomic.Bool // the pids that connections report are not backends'
-	said     sync.Once
+	c      *Connector
+	key    string // of our state in a connection's CustomData
+	v      *verifier
+	locks  lockSampler
+	pooler atomic.Bool // the pids that connections report are not backends'
+	said   sync.Once
 }
 
 var pgxSides atomic.Uint64
 
 func newPgxSide(c *Connector, config func() *pgx.ConnConfig, before func(context.Context, *pgx.ConnConfig) error) *pgxSide {
 	s := &pgxSide{
-		c:        c,
-		key:      "pgxgated." + strconv.FormatUint(pgxSides.Add(1), 10),
-		observer: &observer{g: c.gate},
+		c:   c,
+		key: "pgxgated." + strconv.FormatUint(pgxSides.Add(1), 10),
 		v: newVerifier(verifierConnect(config, before), c.cfg.drainGrace, c.cfg.drainLimit,
 			func(uint32) { c.gate.countTerminated() }, c.cfg.gate.log, c.gate.name),
 	}
@@ -230,11 +236,14 @@ func (s *pgxSide) known(conn *pgx.Conn, back func()) *physical {
 func (s *pgxSide) first(ctx context.Context, std *stdlib.Conn, back func()) (*physical, error) {
 	conn := std.Conn()
 	// The caller may be about to give up, which must not cost the new connection (F16): the question goes on without it.
+	var server string
 	answer := make(chan error, 1)
 	go func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 		defer cancel()
-		answer <- s.checkPID(ctx, conn.PgConn())
+		var err error
+		server, err = s.checkPID(ctx, conn.PgConn())
+		answer <- err
 	}()
 	select {
 	case err := <-answer:
@@ -256,43 +265,52 @@ func (s *pgxSide) first(ctx context.Context, std *stdlib.Conn, back func()) (*ph
 		}
 	}()
 	raw := &pgxRaw{
-		std: std, conn: conn, back: back, bound: bound{pg: conn.PgConn()},
+		std: std, conn: conn, back: back, server: server, bound: bound{pg: conn.PgConn()},
 		rollbackTimeout: s.c.cfg.rollbackTimeout, commitTimeout: s.c.cfg.commitTimeout,
 		track: s.c.cfg.track, serverDeadline: s.c.cfg.serverDeadline,
 	}
-	ops, err := wrap(raw, s.observer, s.c.cfg.interceptors)
+	o := &observer{g: s.c.gate}
+	ops, err := wrap(raw, o, s.c.cfg.interceptors)
 	if err != nil {
 		return nil, err
 	}
-	p := &physical{operations: ops, raw: raw, conn: conn, side: s, hookedRows: len(s.c.cfg.interceptors) > 0}
+	p := &physical{operations: ops, observer: o, raw: raw, conn: conn, side: s, hookedRows: len(s.c.cfg.interceptors) > 0}
 	conn.PgConn().CustomData()[s.key] = p
 	kept = true
 	s.locks.add(conn.PgConn())
 	return p, nil
 }
 
-// checkPID finds out whether the server is a pooler, which invents the pids it reports: then a backend cannot be proven
-// gone by its pid, and I6 ends at the pooler. One round trip per physical connection.
-func (s *pgxSide) checkPID(ctx context.Context, pg *pgconn.PgConn) error {
+// serverQuery tells a backend's own pid, and which server it belongs to where several share an address that is a load
+// balancer's.
+const serverQuery = "select pg_catalog.pg_backend_pid(), pg_catalog.concat(pg_catalog.inet_server_addr(), ' ', pg_catalog.inet_server_port())"
+
+// checkPID finds out which server a connection leads to, and whether that is a pooler, which invents the pids it reports:
+// then a backend cannot be proven gone by its pid, and I6 ends at the pooler. One round trip per physical connection.
+func (s *pgxSide) checkPID(ctx context.Context, pg *pgconn.PgConn) (server string, err error) {
 	if s.pooler.Load() {
-		return nil
+		return "", nil
 	}
-	r, err := pg.Exec(ctx, "select pg_catalog.pg_backend_pid()").ReadAll()
+	r, err := pg.Exec(ctx, serverQuery).ReadAll()
 	if err != nil {
 		var pgErr *pgconn.PgError
 		if errors.As(err, &pgErr) && !pg.IsClosed() {
-			return nil // not PostgreSQL after all, or no such function: the verifier will say what it cannot see
+			return "", nil // not PostgreSQL after all, or no such function: the verifier will say what it cannot see
 		}
-		return &staleError{err}
+		return "", &staleError{err}
 	}
-	if len(r) == 1 && len(r[0].Rows) == 1 && string(r[0].Rows[0][0]) != strconv.FormatUint(uint64(pg.PID()), 10) {
+	if len(r) != 1 || len(r[0].Rows) != 1 {
+		return "", nil
+	}
+	row := r[0].Rows[0]
+	if string(row[0]) != strconv.FormatUint(uint64(pg.PID()), 10) {
 		s.pooler.Store(true)
 		s.said.Do(func() {
 			s.c.cfg.gate.log.Warn("pgxgated: the server is behind a pooler: what it still does after a cancelled operation cannot be seen, so limits hold up to the pooler only",
 				"gate", s.c.gate.name)
 		})
 	}
-	return nil
+	return string(row[1]), nil
 }
 
 // poolSource takes physical connections from a pgxpool.
@@ -419,6 +437,7 @@ type pgxRaw struct {
 	std                            *stdlib.Conn
 	conn                           *pgx.Conn
 	back                           func()
+	server                         string // to which it leads, as serverQuery tells it
 	rows                           driver.Rows
 	rollbackTimeout, commitTimeout time.Duration
 	track                          bool // read the xid before COMMIT
@@ -626,10 +645,9 @@ func (b *bound) disarm() (over bool) {
 // dbSource takes physical connections from a *sql.DB of any driver. Where that driver is pgx's own, a connection is
 // treated as one of a pgxpool is.
 type dbSource struct {
-	db       *sql.DB
-	c        *Connector
-	observer *observer
-	own      bool
+	db  *sql.DB
+	c   *Connector
+	own bool
 
 	once sync.Once
 	side atomic.Pointer[pgxSide] // made with the first connection that is pgx's
@@ -692,12 +710,13 @@ func (s *dbSource) acquire(ctx context.Context) (*physical, error) {
 	if err != nil {
 		return nil, err
 	}
-	ops, err := wrap(raw, s.observer, s.c.cfg.interceptors)
+	o := &observer{g: s.c.gate}
+	ops, err := wrap(raw, o, s.c.cfg.interceptors)
 	if err != nil {
 		return nil, err
 	}
 	kept = true
-	return &physical{operations: ops, raw: raw, hookedRows: len(s.c.cfg.interceptors) > 0}, nil
+	return &physical{operations: ops, observer: o, raw: raw, hookedRows: len(s.c.cfg.interceptors) > 0}, nil
 }
 
 func (s *dbSource) pgx(ctx context.Context, sc *sql.Conn, std *stdlib.Conn) (*physical, error) {
@@ -847,6 +866,7 @@ func (r *dbRaw) QueryContext(ctx context.Context, query string, args []driver.Na
 		return err
 	})
 	if err != nil {
+		r.rows = nil
 		return nil, err
 	}
 	return r.rows, nil

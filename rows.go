@@ -14,6 +14,7 @@ type rows struct {
 	raw         driver.Rows // as the driver made it
 	c           *conn
 	ended       bool
+	lost        bool // a call panicked: the connection is being destroyed, and must not be touched any more
 }
 
 var (
@@ -32,18 +33,34 @@ func newRows(c *conn, raw, hooked driver.Rows) driver.Rows {
 // withScanner adds what Go 1.27 knows (rows_go127.go).
 var withScanner = func(r *rows) driver.Rows { return r }
 
+func (r *rows) guard(returned *bool) {
+	if !*returned {
+		r.lost = true
+		r.c.guard(returned)
+	}
+}
+
 func (r *rows) Next(dest []driver.Value) error {
+	if r.lost {
+		return r.c.errLost()
+	}
 	returned := false
-	defer r.c.guard(&returned)
+	defer r.guard(&returned)
 	err := r.Rows.Next(dest)
 	returned = true
 	return err
 }
 
 func (r *rows) Close() error {
+	if r.lost {
+		return nil
+	}
 	returned := false
-	defer r.c.guard(&returned)
+	defer r.guard(&returned)
 	err := r.Rows.Close()
+	if err != nil {
+		_ = r.raw.Close() // an interceptor that returns an error may not have gone on
+	}
 	returned = true
 	if !r.ended {
 		r.ended = true

@@ -23,8 +23,11 @@ func init() {
 }
 
 func (r scanningRows) NextRow() error {
+	if r.lost {
+		return r.c.errLost()
+	}
 	returned := false
-	defer r.c.guard(&returned)
+	defer r.guard(&returned)
 	err := r.scanner.NextRow()
 	returned = true
 	return err

@@ -40,6 +40,10 @@ func newTxContext(ctx context.Context, kept bool) *txContext {
 	c := &txContext{Context: ctx}
 	if kept && ctx.Done() != nil {
 		c.done = make(chan struct{})
+		if ctx.Err() != nil {
+			close(c.done) // at once: AfterFunc takes a goroutine, and until then BEGIN would go out on a dead context
+			return c
+		}
 		c.stop = context.AfterFunc(ctx, func() { close(c.done) })
 	}
 	return c
@@ -339,15 +343,11 @@ func InTx[T any](ctx context.Context, db *sql.DB, opts *sql.TxOptions, fn func(c
 		return none, err
 	}
 	defer h.done.Store(true)
-	committed := false
 	defer func() {
-		if committed {
-			return
-		}
 		rolled := t.Rollback() // also on a panic or Goexit
 		switch {
 		case err == nil || rolled == nil:
-		case errors.Is(rolled, sql.ErrTxDone): // it has ended: in Commit, or since the context did
+		case errors.Is(rolled, sql.ErrTxDone): // it had ended: in Commit, or since the context did
 		case errors.Is(err, rolled), ctx.Err() != nil && errors.Is(rolled, ctx.Err()):
 			// The session had ended before, and with it the transaction.
 		default:
@@ -361,7 +361,6 @@ func InTx[T any](ctx context.Context, db *sql.DB, opts *sql.TxOptions, fn func(c
 	if err = t.Commit(); err != nil {
 		return none, err
 	}
-	committed = true
 	return value, nil
 }
 

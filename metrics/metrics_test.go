@@ -491,14 +491,14 @@ func TestEveryMetricIsInTheREADMEAndTheOtherWayRound(t *testing.T) {
 		t.Fatal("README.md has no metrics:begin and metrics:end")
 	}
 	documented := make(map[string]string)
-	for _, row := range regexp.MustCompile("(?m)^\\| `([a-z_]+)` \\| ([^|]*) \\|").FindAllStringSubmatch(table, -1) {
+	for _, row := range regexp.MustCompile("(?m)^\\| `([a-z_]+)` \\| ([^|]*)\\|").FindAllStringSubmatch(table, -1) {
 		documented[row[1]] = strings.NewReplacer("`", "", " ", "").Replace(row[2])
 	}
 	g := newGate(t, "g", pgxgated.Limits{Running: 1})
 	descs := make(chan *prometheus.Desc, 1000)
 	metrics.NewCollector(g).Describe(descs)
 	close(descs)
-	inCode := regexp.MustCompile(`fqName: "pgxgated_(\w+)".*variableLabels: \{(.*)\}`)
+	inCode := regexp.MustCompile(`fqName: "pgxgated_(\w+)".*variableLabels: \{([^}]*)\}`)
 	for d := range descs {
 		m := inCode.FindStringSubmatch(d.String())
 		if m == nil {

@@ -1,0 +1,155 @@
+package pgxgated
+
+import (
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// slowEstimator does what estimator does with fractions, without a cursor, and with the samples of the row at hand.
+type slowEstimator struct {
+	bins  [estimatorBins]float64
+	seen  int
+	above []int // bins of the samples in a row beyond the estimate
+}
+
+func (e *slowEstimator) sum() (n float64) {
+	for _, b := range e.bins {
+		n += b
+	}
+	return n
+}
+
+func (e *slowEstimator) bin() int {
+	n, below := e.sum(), 0.0
+	for i, b := range e.bins {
+		if below += b; below*10 >= n && below > 0 {
+			return i
+		}
+	}
+	return 0
+}
+
+func (e *slowEstimator) add(d time.Duration) {
+	i := 0
+	for i < estimatorBins-1 && d >= edge(i+1) {
+		i++
+	}
+	if e.seen >= estimatorMin && i > e.bin() {
+		e.above = append(e.above, i)
+	} else {
+		e.above = nil
+	}
+	if len(e.above) == estimatorAbove {
+		i = slices.Min(e.above)
+		e.bins = [estimatorBins]float64{}
+		e.bins[i] = estimatorMin - 1
+		e.above = nil
+	}
+	e.bins[i]++
+	e.seen++
+	if e.sum() >= estimatorMax {
+		for i := range e.bins {
+			e.bins[i] /= 2
+		}
+	}
+}
+
+// edge is the lower edge of a bin: a sixteenth of an octave each, straight within an octave.
+func edge(i int) time.Duration {
+	octave := math.Pow(2, float64(estimatorShift+i/16))
+	return time.Duration(octave + octave*float64(i%16)/16)
+}
+
+func TestEstimateIsAsTheModel(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var e estimator
+		var slow slowEstimator
+		spread := rapid.SampledFrom([]int64{1, 20, 400, 1e6}).Draw(t, "spread")
+		base := time.Duration(rapid.Int64Range(1e3, 1e9).Draw(t, "base"))
+		n := rapid.IntRange(1, 700).Draw(t, "samples")
+		step := rapid.IntRange(0, 700).Draw(t, "step")
+		by := rapid.SampledFrom([]time.Duration{1, 1, 10, 1000}).Draw(t, "by")
+		r := rand.New(rand.NewPCG(rapid.Uint64().Draw(t, "seed"), 1))
+		for i := range n {
+			d := base + time.Duration(r.Int64N(spread))*base/100
+			if i >= step {
+				d *= by
+			}
+			e.add(d)
+			slow.add(d)
+			if e.seen < estimatorMin {
+				if e.p10() != 0 {
+					t.Fatalf("an estimate after %d samples", i+1)
+				}
+				continue
+			}
+			if want := edge(slow.bin()); e.p10() != want {
+				t.Fatalf("p10 is %v after %d samples, in the model %v", e.p10(), i+1, want)
+			}
+		}
+	})
+}
+
+// A tenth of the samples lies below the estimate, give or take the noise of some 400 samples, for lengths with a long low
+// tail too: whole samples halved would lose that tail, and the estimate would be too high.
+func TestEstimateIsTheTenthPercentile(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	for name, draw := range map[string]func() float64{
+		"exponential": r.ExpFloat64,
+		"lognormal":   func() float64 { return math.Exp(1.5 * r.NormFloat64()) },
+		"uniform":     r.Float64,
+	} {
+		var e estimator
+		below, n := 0.0, 0.0
+		for i := range 100_000 {
+			d := time.Duration(draw() * 2e7)
+			if i > 1000 {
+				n++
+				if d < e.p10() {
+					below++
+				}
+			}
+			e.add(d)
+		}
+		if share := below / n; share < 0.08 || share > 0.105 {
+			t.Errorf("%s: %.3f of the samples lie below the estimate, want 0.1 less half a bin", name, share)
+		}
+	}
+}
+
+func TestEstimateFollowsAStep(t *testing.T) {
+	for _, c := range []struct{ from, to time.Duration }{
+		{60 * time.Millisecond, 5 * time.Millisecond},
+		{5 * time.Millisecond, 60 * time.Millisecond},
+	} {
+		var e estimator
+		for range 2000 {
+			e.add(c.from)
+		}
+		for n := 1; e.p10() > c.to || e.p10() < c.to*95/100; n++ {
+			if e.add(c.to); n > estimatorAbove {
+				t.Fatalf("%v to %v: %v after %d samples", c.from, c.to, e.p10(), n)
+			}
+		}
+	}
+}
+
+func TestEstimateOfExtremes(t *testing.T) {
+	for _, c := range []struct{ hold, want time.Duration }{
+		{0, 8192}, {1, 8192}, {8191, 8192}, {8192, 8192},
+		{24 * time.Hour, edge(estimatorBins - 1)},
+	} {
+		var e estimator
+		for range 3 * estimatorMax {
+			e.add(c.hold)
+		}
+		if e.p10() != c.want {
+			t.Errorf("%v: %v, want %v", c.hold, e.p10(), c.want)
+		}
+	}
+}

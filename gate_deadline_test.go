@@ -1,0 +1,349 @@
+package pgxgated
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// job is one request of a load: when it comes, how long it holds its permit if nothing stops it, and its deadline.
+type job struct {
+	at, service, deadline time.Duration
+	kind                  kind
+	sort                  int // of work: 0 or 1
+}
+
+// outcome is what became of a job, at times since the start.
+type outcome struct {
+	good, short       bool
+	granted, answered time.Duration // granted is 0 without a permit
+}
+
+// served is what became of all jobs of one run.
+type served struct {
+	jobs    []job
+	outcome []outcome
+	idle    []time.Duration // when a permit came back that nobody waited for
+}
+
+const servePermits, serveMaxWait = 8, 100 * time.Millisecond
+
+// serve runs jobs through a gate in virtual time. A job that is not done at its deadline holds its permit until then and
+// 1 ms longer, which is what it takes to cancel it.
+func serve(t *testing.T, aware, workloads bool, jobs []job) served {
+	s := served{jobs: jobs, outcome: make([]outcome, len(jobs))}
+	synctest.Test(t, func(t *testing.T) {
+		l := Limits{Running: servePermits, Waiting: 10 * servePermits, MaxWait: serveMaxWait}
+		cfg := gateConfig{mode: Enforce, deadlineAware: aware}
+		if workloads {
+			cfg.workloads = []workload{{"0", l}, {"1", l}}
+		}
+		g, err := newGate("test", l, cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer checkIdle(t, g)
+		full := func() bool {
+			g.mu.Lock()
+			defer g.mu.Unlock()
+			return g.waiting == g.limits.Waiting
+		}
+		var mu sync.Mutex
+		var wg sync.WaitGroup
+		start := time.Now()
+		for i, j := range jobs {
+			time.Sleep(j.at - time.Since(start))
+			end := start.Add(j.at + j.deadline)
+			o := &s.outcome[i]
+			ctx := context.Background()
+			if workloads {
+				ctx = WithWorkload(ctx, strconv.Itoa(j.sort))
+			}
+			if full() { // answered at once; most are, under high load, and need no goroutine and no timer for it
+				if _, err := g.acquire(ctx, j.kind, nil); !errors.Is(err, ErrAdmissionFull) {
+					t.Errorf("%v from a full gate", err)
+				}
+				continue
+			}
+			wg.Go(func() {
+				ctx, cancel := context.WithDeadline(ctx, end)
+				defer cancel()
+				h, err := g.acquire(ctx, j.kind, nil)
+				o.answered = time.Since(start)
+				if err != nil {
+					o.short = errors.Is(err, ErrDeadlineShort)
+					return
+				}
+				o.granted = o.answered
+				if left := time.Until(end); j.service <= left {
+					time.Sleep(j.service)
+					o.good = true
+				} else {
+					time.Sleep(left + time.Millisecond)
+				}
+				g.release(h, o.good)
+				if !g.contended() {
+					mu.Lock()
+					s.idle = append(s.idle, time.Since(start))
+					mu.Unlock()
+				}
+			})
+		}
+		wg.Wait()
+	})
+	return s
+}
+
+// falsely tells of a job that was refused for its deadline whether that was wrong: left in its place in the line, it would
+// have been given a permit, at the latest when one that came after it was or when one became idle, early enough to finish.
+func (s served) falsely(i int, grants []grant) bool {
+	j, o := s.jobs[i], s.outcome[i]
+	if !o.short || !s.mayFinish(i) {
+		return false
+	}
+	at := time.Duration(math.MaxInt64)
+	from, _ := slices.BinarySearchFunc(grants, o.answered, func(g grant, t time.Duration) int { return cmp.Compare(g.at, t) })
+	for _, g := range grants[from:] {
+		if g.job > i {
+			at = g.at
+			break
+		}
+	}
+	return at <= j.at+serveMaxWait && at+j.service <= j.at+j.deadline
+}
+
+// mayFinish tells whether a job would have finished if it had been given a permit at the moment of its answer, which is
+// what the simulation calls false. For those who wait until their last moment there was none, so it is only a bound.
+func (s served) mayFinish(i int) bool {
+	return s.outcome[i].answered+s.jobs[i].service <= s.jobs[i].at+s.jobs[i].deadline
+}
+
+type grant struct {
+	at  time.Duration
+	job int // the last one is nobody's
+}
+
+func (s served) grants() []grant {
+	var gs []grant
+	for i, o := range s.outcome {
+		if o.granted > 0 {
+			gs = append(gs, grant{o.granted, i})
+		}
+	}
+	for _, at := range s.idle {
+		gs = append(gs, grant{at, len(s.jobs)})
+	}
+	slices.SortFunc(gs, func(a, b grant) int { return cmp.Compare(a.at, b.at) })
+	return gs
+}
+
+// random is a source of jobs; each of its functions gives milliseconds.
+type random struct{ *rand.Rand }
+
+func (r random) between(a, b float64) float64 { return a + r.Float64()*(b-a) }
+
+// poisson makes a load: jobs that come independently of each other at so many times the capacity of 8 permits.
+func poisson(load float64, length time.Duration, seed uint64, draw func(r random, ms float64) (service, deadline float64, k kind, sort int)) []job {
+	r := random{rand.New(rand.NewPCG(seed, 7))}
+	mean := 0.0
+	for range 20000 {
+		service, _, _, _ := draw(r, 0)
+		mean += service / 20000
+	}
+	var jobs []job
+	for ms := 0.0; ; {
+		ms += r.ExpFloat64() * mean / (load * 8)
+		if ms > length.Seconds()*1000 {
+			return jobs
+		}
+		service, deadline, k, sort := draw(r, ms)
+		jobs = append(jobs, job{duration(ms), duration(service), duration(deadline), k, sort})
+	}
+}
+
+func duration(ms float64) time.Duration { return time.Duration(ms * float64(time.Millisecond)) }
+
+type loadCase struct {
+	name      string
+	length    time.Duration // at a load of up to 1.2; less above
+	seeds     uint64        // how many loads are added up: where one long job more or less tells, one load says little
+	mixed     bool          // one kind is two sorts of work, so that the rarer one may be refused wrongly: shown only
+	workloads bool          // each sort is a workload
+	draw      func(r random, ms float64) (service, deadline float64, k kind, sort int)
+}
+
+func twoSorts(r random, _ float64) (float64, float64, kind, int) {
+	if r.Float64() < .95 {
+		return r.between(45, 55), r.between(60, 300), kindTx, 0
+	}
+	return 2, 30, kindTx, 1
+}
+
+// loadCases are the distributions of the simulation that chose the estimate, and some more.
+var loadCases = []loadCase{
+	{"constant", 6 * time.Second, 1, false, false, func(r random, _ float64) (float64, float64, kind, int) { return 20, r.between(0, 120), kindTx, 0 }},
+	{"exponential", 6 * time.Second, 1, false, false, func(r random, _ float64) (float64, float64, kind, int) {
+		return r.ExpFloat64() * 20, r.between(0, 200), kindTx, 0
+	}},
+	{"90% of 1 ms, 10% of 200 ms", 6 * time.Second, 6, false, false, func(r random, _ float64) (float64, float64, kind, int) {
+		if r.Float64() < .9 {
+			return 1, r.between(0, 400), kindTx, 0
+		}
+		return 200, r.between(0, 400), kindTx, 0
+	}},
+	{"97% of 1 ms, 3% of 1 s", 8 * time.Second, 1, false, false, func(r random, _ float64) (float64, float64, kind, int) {
+		if r.Float64() < .97 {
+			return 1, 300, kindTx, 0
+		}
+		return 1000, 300, kindTx, 0
+	}},
+	{"lognormal", 6 * time.Second, 1, false, false, func(r random, _ float64) (float64, float64, kind, int) {
+		return math.Exp(2 + 1.5*r.NormFloat64()), r.between(20, 500), kindTx, 0
+	}},
+	{"steps of 5, 60, 5 ms", 2 * time.Second, 1, false, false, func(r random, ms float64) (float64, float64, kind, int) {
+		if ms > 300 && ms < 700 {
+			return 60, r.between(0, 150), kindTx, 0
+		}
+		return 5, r.between(0, 150), kindTx, 0
+	}},
+	{"transactions and selects", 6 * time.Second, 1, false, false, func(r random, _ float64) (float64, float64, kind, int) {
+		if r.Float64() < .95 {
+			return r.between(45, 55), r.between(60, 300), kindTx, 0
+		}
+		return .3, 20, kindAutocommit, 1
+	}},
+	{"two sorts under one kind", 6 * time.Second, 1, true, false, twoSorts},
+	{"two sorts, each its workload", 6 * time.Second, 1, false, true, twoSorts},
+	{"heavy tail", 2 * time.Second, 6, false, false, func(r random, _ float64) (float64, float64, kind, int) {
+		return 2 * math.Pow(1-r.Float64(), -1/1.3), r.between(10, 400), kindTx, 0 // Pareto, no variance
+	}},
+}
+
+// Goodput never falls below that of the gate without deadline-aware admission, and hardly anybody is refused wrongly.
+func TestDeadlineAdmissionLosesNothing(t *testing.T) {
+	loads := []float64{0.8, 1.2, 3, 10}
+	if testing.Short() {
+		loads = []float64{1.2}
+	}
+	for _, c := range loadCases {
+		for _, load := range loads {
+			t.Run(fmt.Sprintf("%s/load=%v", c.name, load), func(t *testing.T) {
+				t.Parallel()
+				length := c.length
+				if load > 2 {
+					length = length * 2 / 3
+				}
+				var offered, good, fifo, falsely, bound [2]float64
+				for seed := range c.seeds {
+					jobs := poisson(load, length, seed, c.draw)
+					without, with := serve(t, false, c.workloads, jobs), serve(t, true, c.workloads, jobs)
+					grants := with.grants()
+					for i, j := range jobs {
+						offered[j.sort]++
+						if without.outcome[i].good {
+							fifo[j.sort]++
+						}
+						switch o := with.outcome[i]; {
+						case o.good:
+							good[j.sort]++
+						case o.short && with.mayFinish(i):
+							bound[j.sort]++
+							if with.falsely(i, grants) {
+								falsely[j.sort]++
+							}
+						}
+					}
+				}
+				ratio := (good[0] + good[1]) / (fifo[0] + fifo[1])
+				t.Logf("%v jobs, finished %v, %.3f of those without", offered[0]+offered[1], good[0]+good[1], ratio)
+				if ratio < 0.97 {
+					t.Errorf("goodput is %.3f of that without, want 0.97", ratio)
+				}
+				for i, n := range offered {
+					if n == 0 {
+						continue
+					}
+					share := falsely[i] / n
+					t.Logf("sort %d: refused wrongly %.2f %% of %v, and at most %.2f %%", i, 100*share, n, 100*bound[i]/n)
+					if share > 0.005 && !c.mixed {
+						t.Errorf("sort %d: %.2f %% of %v refused wrongly, want 0.5 %% at most", i, 100*share, n)
+					}
+				}
+			})
+		}
+	}
+}
+
+// After work has become faster or slower all of a sudden, the gate is within 2 s as good as one that has seen nothing but
+// the new work, and no worse than one without deadline-aware admission. Where it became faster, every deadline that comes
+// later is shorter than the old estimate.
+func TestDeadlineAdmissionRecoversFromAStep(t *testing.T) {
+	work := func(least, most, from, to float64) func(r random, ms float64) (float64, float64, kind, int) {
+		return func(r random, _ float64) (float64, float64, kind, int) {
+			return r.between(least, most), r.between(from, to), kindTx, 0
+		}
+	}
+	const before, settled, after = time.Second, 2 * time.Second, 5 * time.Second
+	loads := []float64{0.8, 1.2, 3, 10}
+	if testing.Short() {
+		loads = []float64{3}
+	}
+	for _, c := range []struct {
+		name     string
+		old, new func(r random, ms float64) (float64, float64, kind, int)
+	}{
+		{"faster, all deadlines the same", work(60, 60, 400, 400), work(15, 15, 50, 50)},
+		{"faster", work(54, 66, 200, 400), work(13, 17, 0, 50)},
+		{"slower", work(13, 17, 0, 100), work(54, 66, 0, 400)},
+	} {
+		for _, load := range loads {
+			t.Run(fmt.Sprintf("%s/load=%v", c.name, load), func(t *testing.T) {
+				t.Parallel()
+				later := poisson(load, after, 2, c.new)
+				jobs := poisson(load, before, 1, c.old)
+				for _, j := range later {
+					j.at += before
+					jobs = append(jobs, j)
+				}
+				finished := func(s served, from time.Duration) (n float64) {
+					for i, o := range s.outcome {
+						if o.good && s.jobs[i].at >= from {
+							n++
+						}
+					}
+					return n
+				}
+				with := serve(t, true, false, jobs)
+				got := finished(with, before+settled)
+				without := finished(serve(t, false, false, jobs), before+settled)
+				steady := finished(serve(t, true, false, later), settled)
+				t.Logf("finished %v, %v without, %v if there had been no step", got, without, steady)
+				if got < 0.97*without || got < 0.97*steady {
+					t.Errorf("finished %v, want 0.97 of %v without and of %v if there had been no step", got, without, steady)
+				}
+				grants := with.grants()
+				falsely, offered := 0.0, 0.0
+				for i, j := range jobs {
+					if j.at >= before+settled {
+						offered++
+						if with.falsely(i, grants) {
+							falsely++
+						}
+					}
+				}
+				if falsely > 0.005*offered {
+					t.Errorf("%v of %v refused wrongly", falsely, offered)
+				}
+			})
+		}
+	}
+}

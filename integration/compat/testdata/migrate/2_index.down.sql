@@ -1,0 +1,1 @@
+drop index races_winner;

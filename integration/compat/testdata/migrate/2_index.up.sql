@@ -1,0 +1,1 @@
+create index races_winner on races (winner);
