@@ -52,6 +52,7 @@ type conn struct {
 	stmts  int  // statements of it that are open
 	result bool // a driver.Result of it is out, and whoever asks that one locks this connection (F18)
 	broken bool // a call panicked: its session is gone, and whoever pinned it must not get another one unnoticed (I10)
+	lostTx *tx  // the transaction in which that was, until it is ended
 }
 
 // lease is what one operation holds.
@@ -85,7 +86,7 @@ func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 			if l.pinned && !pinned {
 				c.end(false) // the *sql.Conn that left this here has been closed
 			}
-			if !pinned {
+			if !pinned && c.lostTx == nil {
 				c.broken = false // it is somebody else's now
 			}
 			if c.used && !pinned && l.p == nil {
@@ -204,7 +205,8 @@ func (l *lease) gaveUp(tries *int, s source) bool {
 // note keeps what a call on the physical connection tells about it.
 func (c *conn) note(ctx context.Context, err error) {
 	l := &c.l
-	l.fresh = false
+	// Another driver's ErrBadConn promises that nothing ran.
+	l.fresh = l.fresh && l.p != nil && l.p.conn == nil && errors.Is(err, driver.ErrBadConn)
 	if err != nil && l.tx != nil {
 		l.ok = false
 	}
@@ -266,8 +268,8 @@ func (c *conn) guard(returned *bool) {
 	if *returned {
 		return
 	}
-	c.l.ok = false
-	c.broken = true
+	c.l.ok, c.l.fresh = false, false
+	c.broken, c.lostTx = true, c.l.tx
 	c.end(true)
 }
 
@@ -509,9 +511,9 @@ func (c *conn) IsValid() bool {
 
 // Close ends the lease, if IsValid has not. It waits for nothing.
 func (c *conn) Close() error {
-	// Without an IsValid before it database/sql has found a reason to drop the connection, and one that was handed out
-	// inside Raw may be in any state (F2).
-	c.end(c.l.raw)
+	// Without an IsValid before it, where that is not hidden, somebody said that the connection is bad: in Raw, or the
+	// driver's rows. One that was handed out inside Raw may be in any state (F2).
+	c.end(c.l.raw || c.c.returns.Load())
 	if !c.closed {
 		c.closed = true
 		c.c.connClosed()
@@ -528,7 +530,10 @@ func (c *conn) endPooled() {
 	case l.tx != nil:
 	case l.pooled:
 		c.end(false)
-	case l.pinned && l.p != nil && !l.p.closed():
+	case l.pinned && (l.p == nil || l.p.closed()):
+		c.broken = l.p != nil
+		c.end(true)
+	case l.pinned:
 		c.c.gate.release(l.permit, l.ok && l.things == 1)
 		l.permit, l.gated = handle{}, false
 	}
@@ -552,6 +557,9 @@ func (c *conn) end(destroy bool) {
 		g.release(l.permit, l.ok && l.things == 1)
 	case l.permit == handle{}:
 		discard(l.p)
+	case l.fresh && l.p.conn == nil:
+		discard(l.p) // it never worked, so there is nothing to prove
+		g.release(l.permit, false)
 	default:
 		g.drain(l.permit)
 		c.c.drain(l)

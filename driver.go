@@ -76,7 +76,7 @@ func (d *Driver) Open(dsn string) (driver.Conn, error) {
 			return nil, err
 		}
 		c.lingers.Store(true)
-		c.opened = dsn
+		c.forget = func() { delete(opened.byDSN, dsn) }
 		if opened.byDSN == nil {
 			opened.byDSN = make(map[string]*Connector)
 		}
@@ -98,7 +98,7 @@ type Connector struct {
 	closing chan struct{} // closed by Close
 	texts   textCache
 	pgx     bool   // the pool is pgx's
-	opened  string // the DSN, if Driver.Open made it
+	forget  func() // takes it out of opened, if Driver.Open made it; not the DSN itself, which would show where this is printed
 
 	returns atomic.Bool // an IsValid has told of a return: no wrapper hides it
 	hidden  sync.Once   // said that a wrapper does
@@ -317,9 +317,9 @@ func (c *Connector) stopIdle() {
 	c.mu.Lock()
 	idle := c.conns == 0 && !c.closed
 	s := c.source.Load()
-	again := c.make != nil && c.opened == ""
-	if idle && c.opened != "" {
-		delete(opened.byDSN, c.opened)
+	again := c.make != nil && c.forget == nil
+	if idle && c.forget != nil {
+		c.forget()
 	}
 	if idle && again {
 		c.source.Store(nil)
@@ -328,7 +328,7 @@ func (c *Connector) stopIdle() {
 	opened.mu.Unlock()
 	switch {
 	case !idle:
-	case c.opened != "":
+	case c.forget != nil:
 		_ = c.Close()
 	case again && s != nil:
 		_ = (*s).close()

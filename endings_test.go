@@ -26,7 +26,8 @@ type fakeDriver struct {
 	args   [][]driver.NamedValue // of every exec and query
 	opened int
 	closed int
-	wrong  []string // what no correct user of a driver does
+	last   *fakeConn // the connection of the last call
+	wrong  []string  // what no correct user of a driver does
 }
 
 var errFake = errors.New("fake driver: scripted error")
@@ -94,6 +95,9 @@ type fakeConn struct {
 
 func (c *fakeConn) use(ctx context.Context, op string) error {
 	c.uses++
+	c.d.mu.Lock()
+	c.d.last = c
+	c.d.mu.Unlock()
 	switch {
 	case c.closed:
 		c.d.fault(op + " after Close")
@@ -253,6 +257,7 @@ type fakeSetup struct {
 	f     *fakeDriver
 	inner *sql.DB
 	db    *sql.DB
+	c     *Connector
 	g     *Gate
 	log   *logBook
 	doing string // for messages
@@ -281,10 +286,9 @@ func newFakeBelow(t testing.TB, above func(driver.Connector) driver.Connector, o
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.db, s.g = db, GateOf(db)
+	s.db, s.c, s.g = db, db.Driver().(*Driver).c, GateOf(db)
 	if above != nil {
-		c := db.Driver().(*Driver).c
-		s.db = sql.OpenDB(above(c))
+		s.db = sql.OpenDB(above(s.c))
 		t.Cleanup(func() { _ = db.Close() })
 	}
 	t.Cleanup(s.end)
@@ -336,7 +340,7 @@ func (s *fakeSetup) full() {
 		}
 		defer p.Release()
 	}
-	if _, err := s.g.Acquire(WithMaxWait(context.Background(), 0)); !errors.Is(err, ErrWaitTimeout) {
+	if _, err := s.g.Acquire(WithMaxWait(context.Background(), 0)); !errors.Is(err, ErrRejected) {
 		s.t.Errorf("one permit too many: %v", err)
 	}
 }
@@ -534,6 +538,9 @@ var fakeSets = []struct {
 	{"interceptor", func(t testing.TB) *fakeSetup { return newFake(t, WithInterceptors(sqlmw.NullInterceptor{})) }},
 	{"gate_scope=tx", func(t testing.TB) *fakeSetup { return newFake(t, WithScope(ScopeTx)) }},
 	{"hidden", func(t testing.TB) *fakeSetup { s := newFakeBelow(t, hideAll); s.keeps = true; return s }},
+	{"Validator hidden", func(t testing.TB) *fakeSetup { s := newFakeBelow(t, hideValidator); s.keeps = true; return s }},
+	{"SessionResetter hidden", func(t testing.TB) *fakeSetup { return newFakeBelow(t, hideResetter) }},
+	{"sqlmw above", func(t testing.TB) *fakeSetup { return newFakeBelow(t, sqlmwAbove) }},
 	{"hidden, SetMaxIdleConns(0)", func(t testing.TB) *fakeSetup {
 		s := newFakeBelow(t, hideAll)
 		s.db.SetMaxIdleConns(-1)
@@ -634,11 +641,8 @@ func TestEveryEndingGivesEverythingBackOnce(t *testing.T) {
 
 // gates tells whether all of the operation's statements hold a permit.
 func (s *fakeSetup) gates(op string) bool {
-	c := s.gated()
-	return c.cfg.scope == ScopeAll || op == "Tx" || op == "TxRolledBack" || op == "TxStmt"
+	return s.c.cfg.scope == ScopeAll || op == "Tx" || op == "TxRolledBack" || op == "TxStmt"
 }
-
-func (s *fakeSetup) gated() *Connector { return connectorOfTest(s.db) }
 
 // healthy runs one operation of each kind that nothing disturbs.
 func (s *fakeSetup) healthy(after string) {

@@ -413,18 +413,17 @@ func (g *Gate) acquire(ctx context.Context, k kind, closed <-chan struct{}) (han
 		g.leaks.took(h)
 		return h, err
 	}
-	b.acquired++
 	g.mu.Unlock()
 
 	if err = ctx.Err(); err != nil {
 		// I5: the context ended while we came here, perhaps before the permit was even free.
 		g.mu.Lock()
-		b.acquired--
 		b.canceled++
 		g.freeLocked(h, g.now())
 		g.mu.Unlock()
 		return handle{}, err
 	}
+	b.acquired.Add(1)
 	g.sink.Load().GateWait(b.index, 0)
 	g.leaks.took(h)
 	return h, nil
@@ -510,7 +509,7 @@ func (g *Gate) wait(ctx context.Context, closed <-chan struct{}, b *budget, k ki
 		g.freeLocked(h, now) // I5: the grant raced with the end of the wait, so it is handed on
 	case woken == granted:
 		// Also where MaxWait passed at the same instant: it has a permit, and refusing now helps nobody.
-		b.acquired++
+		b.acquired.Add(1)
 		h.at = now
 		return h, nil
 	case woken == refused:
@@ -931,8 +930,9 @@ type budget struct {
 	meanHold                   mean
 	estimates                  [kinds]estimator
 
-	acquired, admissionFull, waitTimeout, deadlineShort, canceled, closed uint64
-	wouldFull, wouldTimeout, wouldShort                                   uint64
+	acquired                                                    atomic.Uint64 // counted once the context was looked at again, without mu
+	admissionFull, waitTimeout, deadlineShort, canceled, closed uint64
+	wouldFull, wouldTimeout, wouldShort                         uint64
 
 	virtualRunning, virtualWaiting int
 }
@@ -957,7 +957,7 @@ func (b *budget) hopelessAt(k kind, deadline time.Duration) time.Duration {
 func (b *budget) statsLocked(observe bool, now time.Duration) Stats {
 	s := Stats{
 		Limits: b.limits, Running: b.running, Waiting: b.waiting, Draining: b.draining,
-		Acquired: b.acquired, AdmissionFull: b.admissionFull, WaitTimeout: b.waitTimeout,
+		Acquired: b.acquired.Load(), AdmissionFull: b.admissionFull, WaitTimeout: b.waitTimeout,
 		DeadlineShort: b.deadlineShort, Canceled: b.canceled, Closed: b.closed,
 	}
 	if b.queue.first != nil {

@@ -72,7 +72,13 @@ type rawConn interface {
 }
 
 // closed tells that the connection is known to be gone.
-func (p *physical) closed() bool { return p.conn != nil && p.conn.IsClosed() }
+func (p *physical) closed() bool {
+	if p.conn != nil {
+		return p.conn.IsClosed()
+	}
+	r, ok := p.raw.(*dbRaw)
+	return ok && r.bad
+}
 
 // wrap puts the interceptors around a raw connection: ours innermost, so that it sees what the server did, then the
 // user's. It is done once per physical connection (F21).

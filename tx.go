@@ -112,6 +112,9 @@ func (t *tx) end(commit bool) (err error) {
 	c := t.c
 	l := &c.l
 	if l.p == nil || l.tx != t {
+		if c.lostTx == t {
+			c.lostTx = nil
+		}
 		return c.errLost() // a call in it panicked
 	}
 	alive := t.ctx.Err() == nil
@@ -147,7 +150,14 @@ func (t *tx) end(commit bool) (err error) {
 		l.ok = err == nil && alive && l.ok
 		c.settle(telemetry.RolledBack)
 	}
-	c.endPooled()
+	if l.p.closed() || l.p.raw.usable() {
+		c.endPooled()
+	} else {
+		// It is still in the transaction that database/sql takes for ended: an interceptor did not go on. On a *sql.Conn what
+		// comes next would silently become part of it.
+		c.broken = true
+		c.end(true)
+	}
 	return c.public(t.ctx, err)
 }
 

@@ -117,7 +117,7 @@ func (r *results) render() []byte {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	var b bytes.Buffer
-	fmt.Fprintf(&b, "Each cell is a test of `integration/compat` on PostgreSQL 15, 17 and 18, with Go 1.26 and 1.27 and %s.\n\n", r.versions)
+	fmt.Fprintf(&b, "## Compatibility\n\nEach cell is a test of `integration/compat` on PostgreSQL 15, 17 and 18, with Go 1.26 and 1.27 and %s.\n\n", r.versions)
 	libs := sortedKeys(r.cells)
 	fmt.Fprintf(&b, "| | %s |\n|%s\n", strings.Join(columns, " | "), strings.Repeat(" --- |", len(columns)+1))
 	for _, lib := range libs {
@@ -216,7 +216,7 @@ func TestTableIsComparedByteByByte(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := "# x\n\n" + tableBegin + "Each cell is a test of `integration/compat` on PostgreSQL 15, 17 and 18, with Go 1.26 and 1.27 and x v1.\n\n| | `GateOf` | `Close` ends all sessions | permits exact | refusal is `ErrRejected` | cancel leaves nothing |\n" +
+	want := "# x\n\n" + tableBegin + "## Compatibility\n\nEach cell is a test of `integration/compat` on PostgreSQL 15, 17 and 18, with Go 1.26 and 1.27 and x v1.\n\n| | `GateOf` | `Close` ends all sessions | permits exact | refusal is `ErrRejected` | cancel leaves nothing |\n" +
 		"| --- | --- | --- | --- | --- | --- |\n| A | – | yes | – | – | – |\n| b | yes | – | – | – | – |\n\n" +
 		"| | what | result |\n| --- | --- | --- |\n| b | x | no: because |\n| b | y | yes |\n" + tableEnd
 	if string(text) != want {

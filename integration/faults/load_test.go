@@ -168,7 +168,11 @@ func (l *load) call(id int64) (outcome, error) {
 			}
 			time.Sleep(100 * time.Millisecond)
 		}
-		if _, err := tx.ExecContext(ctx, "select pg_sleep(0.03)"); err != nil {
+		sleep := 0.03
+		if id%16 == 5 {
+			sleep = 0.4 // the server is still at it when its caller has long been cut off
+		}
+		if _, err := tx.ExecContext(ctx, "select pg_sleep($1)", sleep); err != nil {
 			return err
 		}
 		_, err := tx.ExecContext(ctx, "insert into b values ($1)", id)
@@ -229,7 +233,7 @@ func (l *load) survives(fault func()) {
 	lost, commits, refused = l.lost.Load()-lost, l.commits.Load()-commits, l.refused.Load()-refused
 	// Eight tenths, since windows are short and the machine is shared; how long it took is said, not judged.
 	eventually(l.t, "the throughput of before is reached again", func() error {
-		if r := l.rate(300 * time.Millisecond); r < 0.8*before {
+		if r := l.rate(500 * time.Millisecond); r < 0.8*before {
 			return fmt.Errorf("%.0f of %.0f commits/s", r, before)
 		}
 		return nil

@@ -357,6 +357,51 @@ func TestProofVerifierCut(t *testing.T) {
 	}
 }
 
+// While nobody can be asked, the backend goes and its pid passes on to another one. That is not the one that is waited for,
+// and is left alone.
+func TestProofPIDReused(t *testing.T) {
+	dsn, see := place(t)
+	x := newToxic(t, dsn)
+	g := one(t, withHost(dsn, x.addr()), 3, nil, pgxgated.WithDrainGrace(50*time.Millisecond))
+	tx, err := g.Begin()
+	must(t, err)
+	pid := pidOf(t, tx)
+	x.cut()
+	if err := tx.Rollback(); err == nil {
+		t.Error("Rollback gave no error")
+	}
+	see.gone(pid)
+	const next = "/proc/sys/kernel/ns_last_pid" // the kernel goes on from here
+	var heir *pgx.Conn
+	for range 100 {
+		if err := os.WriteFile(next, []byte(strconv.Itoa(pid-1)), 0); err != nil {
+			x.restore()
+			t.Skipf("the kernel does not let us choose a pid: %v", err)
+		}
+		conn, err := pgx.Connect(t.Context(), dsn)
+		must(t, err)
+		if int(conn.PgConn().PID()) == pid {
+			heir = conn
+			break
+		}
+		must(t, conn.Close(t.Context()))
+	}
+	if heir == nil {
+		x.restore()
+		t.Skip("the pid was not to be had: others were faster")
+	}
+	defer heir.Close(context.Background())
+	if s := g.gate.Stats(); s.Running != 1 {
+		t.Errorf("running %d while nobody could be asked", s.Running)
+	}
+	x.restore()
+	g.released(func() {})
+	if s := g.gate.Stats(); s.DrainsUnproven != 0 || s.TerminatedBackends != 0 {
+		t.Errorf("%d unproven, %d terminated, want 0, 0", s.DrainsUnproven, s.TerminatedBackends)
+	}
+	must(t, heir.Ping(t.Context()))
+}
+
 // The host is gone for good.
 func TestProofHostGoneForGood(t *testing.T) {
 	t.Parallel()

@@ -11,7 +11,7 @@ import (
 // Histogram counts durations in bins that can be read as a classic histogram (Buckets) and as a native one, both exact:
 // its bounds are those of both, merged. The zero value is ready. Safe for concurrent use.
 //
-// Tried and rejected: prometheus.Histogram with both kinds of buckets, which costs 190 ns an observation here instead of 25
+// Tried and rejected: prometheus.Histogram with both kinds of buckets, which costs about four times as much an observation
 // and would link the library.
 type Histogram struct {
 	sum  atomic.Int64 // ns
