@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -261,7 +262,6 @@ func WithWorkloads(workloads map[string]Limits) GateOption {
 }
 
 func (c *gateConfig) setWorkloads(by string, ws []workload) error {
-	var text []string
 	for _, w := range ws {
 		if w.name == "" || len(w.name) > 60 || strings.ContainsAny(w.name, ":,+ \t\n") {
 			return fmt.Errorf("gate_workloads (%s): name %q, want 1 to 60 characters without : , + and blanks", by, w.name)
@@ -269,13 +269,20 @@ func (c *gateConfig) setWorkloads(by string, ws []workload) error {
 		if err := w.limits.validate(); err != nil {
 			return fmt.Errorf("gate_workloads (%s): workload %q: %w", by, w.name, err)
 		}
-		text = append(text, fmt.Sprintf("%s:%d+%d", w.name, w.limits.Running, w.limits.Waiting))
 	}
-	if err := put(c, "gate_workloads", by, &c.workloadsText, strings.Join(text, ",")); err != nil {
+	if err := put(c, "gate_workloads", by, &c.workloadsText, workloadsText(ws)); err != nil {
 		return err
 	}
 	c.workloads = ws
 	return nil
+}
+
+func workloadsText(ws []workload) string {
+	var text []string
+	for _, w := range ws {
+		text = append(text, fmt.Sprintf("%s:%d+%d", w.name, w.limits.Running, w.limits.Waiting))
+	}
+	return strings.Join(text, ",")
 }
 
 // parseWorkloads reads name:running+waiting, separated by commas.
@@ -438,9 +445,13 @@ func parseDSN(s string) (dsn, error) {
 		return dsn{}, parseError(err)
 	}
 	for k, v := range d.pool.ConnConfig.RuntimeParams {
-		if strings.HasPrefix(strings.ToLower(k), "gate_") {
+		switch lower := strings.ToLower(k); {
+		case strings.HasPrefix(lower, "gate_"):
 			d.keys[k] = v
 			delete(d.pool.ConnConfig.RuntimeParams, k)
+		case strings.HasPrefix(lower, "pool_"):
+			// What pgxpool leaves it does not know, and the server would not either, with the first connection.
+			return dsn{}, fmt.Errorf("unknown key %s: pgxpool has no such setting", keyText(k))
 		}
 	}
 	return d, nil
@@ -471,7 +482,18 @@ func parseError(err error) error {
 	return errors.New(text)
 }
 
-// duplicateKey returns a gate_* key that stands in the DSN twice. pgx keeps the last and says nothing.
+// keyText is an unknown key as it may be shown. One with other characters is not a misspelt key but part of something
+// else, of a password with an unescaped & for example.
+func keyText(k string) string {
+	if len(k) > 60 || strings.IndexFunc(k, func(r rune) bool {
+		return r != '_' && (r < '0' || r > '9') && (r < 'a' || r > 'z') && (r < 'A' || r > 'Z')
+	}) >= 0 {
+		return "of other characters than letters, digits and _ (quote or percent-encode reserved characters)"
+	}
+	return k
+}
+
+// duplicateKey returns a gate_* key that stands in the DSN twice. pgx keeps one of them and says nothing.
 func duplicateKey(s string) string {
 	seen := make(map[string]bool)
 	for key := range keysOf(s) {
@@ -492,6 +514,9 @@ func keysOf(s string) func(yield func(string) bool) {
 			_, query, _ := strings.Cut(s, "?")
 			for pair := range strings.SplitSeq(query, "&") {
 				key, _, _ := strings.Cut(pair, "=")
+				if decoded, err := url.QueryUnescape(key); err == nil {
+					key = decoded
+				}
 				if !yield(key) {
 					return
 				}
@@ -527,7 +552,7 @@ func (c *config) applyDSN(keys map[string]string) error {
 	for _, key := range slices.Sorted(maps.Keys(keys)) {
 		set := dsnKeys[key]
 		if set == nil {
-			errs = append(errs, fmt.Errorf("unknown key %s, want one of %s", key, strings.Join(slices.Sorted(maps.Keys(dsnKeys)), ", ")))
+			errs = append(errs, fmt.Errorf("unknown key %s, want one of %s", keyText(key), strings.Join(slices.Sorted(maps.Keys(dsnKeys)), ", ")))
 			continue
 		}
 		errs = append(errs, set(c, keys[key]))
@@ -550,18 +575,14 @@ func (c *config) applyOptions(opts []Option) error {
 // resolve fills in the defaults that follow from the size P of the pool (0: unbounded) and checks what depends on it.
 // psetting names what sets P.
 func (c *config) resolve(p int, psetting string) (Limits, error) {
+	if !c.gave("gate_drain_grace") {
+		c.drainGrace = min(c.drainGrace, c.drainLimit) // a default contradicts nobody
+	}
+	if c.drainGrace > c.drainLimit {
+		return Limits{}, fmt.Errorf("gate_drain_grace is %v, more than gate_drain_limit %v", c.drainGrace, c.drainLimit)
+	}
 	if c.shared != nil {
-		l := c.shared.Stats().Limits
-		if c.gave("gate_running") && c.limits() != l {
-			return Limits{}, fmt.Errorf("limits (%v) beside WithGate, whose gate %q has %v", c.limits(), c.shared.name, l)
-		}
-		if c.gave("gate_name") && c.gateName != c.shared.name {
-			return Limits{}, fmt.Errorf("gate_name %q beside WithGate, whose gate is named %q", c.gateName, c.shared.name)
-		}
-		if p > 0 && l.Running > p {
-			return Limits{}, fmt.Errorf("gate %q has running %d, more than the %d connections of the pool (%s)", c.shared.name, l.Running, p, psetting)
-		}
-		return l, nil
+		return c.resolveShared(p, psetting)
 	}
 	if !c.gave("gate_running") {
 		if p == 0 {
@@ -575,11 +596,48 @@ func (c *config) resolve(p int, psetting string) (Limits, error) {
 	if p > 0 && c.running > p {
 		return Limits{}, fmt.Errorf("gate_running is %d, more than the %d connections of the pool (%s); want 1 to %d", c.running, p, psetting, p)
 	}
-	if c.drainGrace > c.drainLimit {
-		return Limits{}, fmt.Errorf("gate_drain_grace is %v, more than gate_drain_limit %v", c.drainGrace, c.drainLimit)
-	}
 	l := c.limits()
 	return l, l.validate()
+}
+
+// resolveShared checks what was given beside WithGate: nothing that is not the gate's own already.
+func (c *config) resolveShared(p int, psetting string) (Limits, error) {
+	g := c.shared
+	l := g.Stats().Limits
+	mode := Enforce
+	if g.observe {
+		mode = Observe
+	}
+	for _, s := range []struct {
+		key       string
+		have, was any
+	}{
+		{"gate_name", c.gateName, g.name},
+		{"gate_running", c.running, l.Running},
+		{"gate_waiting", c.waiting, l.Waiting},
+		{"gate_max_wait", c.maxWait, l.MaxWait},
+		{"gate_mode", c.gate.mode, mode},
+		{"gate_deadline_admission", c.gate.deadlineAware, g.deadlineAware},
+		{"gate_workloads", c.gate.workloadsText, workloadsText(g.workloads())},
+	} {
+		if c.gave(s.key) && s.have != s.was {
+			return Limits{}, fmt.Errorf("%s is %v beside WithGate, whose gate %q has %v", s.key, s.have, g.name, s.was)
+		}
+	}
+	if p > 0 && l.Running > p {
+		return Limits{}, fmt.Errorf("gate %q has running %d, more than the %d connections of the pool (%s)", g.name, l.Running, p, psetting)
+	}
+	return l, nil
+}
+
+// workloads are those of the gate, by name.
+func (g *Gate) workloads() []workload {
+	var ws []workload
+	for name, s := range g.Stats().Workloads {
+		ws = append(ws, workload{name, Limits{Running: s.Limits.Running, Waiting: s.Limits.Waiting}})
+	}
+	slices.SortFunc(ws, func(a, b workload) int { return strings.Compare(a.name, b.name) })
+	return ws
 }
 
 func (c *config) limits() Limits {

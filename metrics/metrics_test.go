@@ -264,7 +264,7 @@ func TestSumOfOutcomesIsTheNumberOfCalls(t *testing.T) {
 			case <-stop:
 				scraped <- n
 				return
-			default:
+			case <-time.After(5 * time.Millisecond):
 				gather(t, r)
 				n++
 			}

@@ -242,12 +242,6 @@ func (g *gated) whole(n int) {
 	g.idle()
 }
 
-func (g *gated) exec(query string, args ...any) {
-	g.e.Helper()
-	_, err := g.ExecContext(g.e.Context(), query, args...)
-	g.e.must(err)
-}
-
 type runner interface {
 	ExecContext(context.Context, string, ...any) (sql.Result, error)
 	QueryRowContext(context.Context, string, ...any) *sql.Row

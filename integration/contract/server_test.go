@@ -151,7 +151,9 @@ var afterwards = []condition{
 					tx, err := g.BeginTx(ctx, nil)
 					if err == nil {
 						for range 3 {
-							_, err = tx.ExecContext(context.Background(), "insert into t values ($1, $2)", id, c%2 == 1)
+							if _, err := tx.ExecContext(context.Background(), "insert into t values ($1, $2)", id, c%2 == 1); err != nil {
+								e.public(err)
+							}
 						}
 						if c%2 == 1 {
 							err = tx.Commit()

@@ -8,7 +8,7 @@ import (
 )
 
 func TestEachObservationIsInTheBucketsOfItsDuration(t *testing.T) {
-	for range 20_000 {
+	for range 3_000 {
 		d := time.Duration(math.Exp(rand.Float64() * 33)) // up to 60 h
 		if rand.IntN(4) == 0 {
 			d = bounds[rand.IntN(len(bounds))] + time.Duration(rand.IntN(3)-1)
