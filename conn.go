@@ -214,6 +214,7 @@ func (c *conn) note(ctx context.Context, err error) {
 		return
 	}
 	l.ours, l.closedAt, l.ok = true, time.Now(), false
+	c.cutOff(ctx)
 	switch {
 	case ctx.Err() != nil:
 		l.cause = ctx.Err()
@@ -221,6 +222,13 @@ func (c *conn) note(ctx context.Context, err error) {
 		l.cause = err
 	default:
 		l.cause = errLost
+	}
+}
+
+// cutOff tells the gate if the caller's deadline has ended the work.
+func (c *conn) cutOff(ctx context.Context) {
+	if c.l.things == 1 && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		c.c.gate.cutOff(c.l.permit)
 	}
 }
 

@@ -133,11 +133,7 @@ func NewConnector(dsn string, opts ...Option) (*Connector, error) {
 		setting = fmt.Sprintf("pgxpool's default, as pool_max_conns is not given: %d", p)
 	}
 	cc := d.pool.ConnConfig
-	database := cc.Database
-	if database == "" {
-		database = cc.User
-	}
-	if err := c.enter(dsn, fmt.Sprintf("%s@%s:%d", database, cc.Host, cc.Port), p, setting); err != nil {
+	if err := c.enter(dsn, serverLabel(cc), p, setting); err != nil {
 		return nil, err
 	}
 	if !d.sizeGave && dsn != "" {
@@ -166,7 +162,7 @@ func OpenDBFromPool(pool *pgxpool.Pool, opts ...Option) (*sql.DB, error) {
 	cfg := pool.Config()
 	p := int(cfg.MaxConns)
 	cc := cfg.ConnConfig
-	return open(pool, fmt.Sprintf("%s@%s:%d", cc.Database, cc.Host, cc.Port), p, fmt.Sprintf("the pool's MaxConns %d", p), opts,
+	return open(pool, serverLabel(cc), p, fmt.Sprintf("the pool's MaxConns %d", p), opts,
 		func(c *Connector) (source, error) {
 			c.pgx = true
 			return newPoolSource(c, pool, c.cfg.ownPool), nil

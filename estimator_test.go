@@ -153,3 +153,28 @@ func TestEstimateOfExtremes(t *testing.T) {
 		}
 	}
 }
+
+// Work that was cut off raises the estimate, and never lowers it.
+func TestEstimatorLearnsFromWhatWasCutOff(t *testing.T) {
+	var e estimator
+	e.addAtLeast(time.Second)
+	if e.seen != 0 {
+		t.Errorf("%d samples from work that was cut off before there was an estimate, want 0", e.seen)
+	}
+	for range 2 * estimatorMin {
+		e.add(20 * time.Millisecond)
+	}
+	first := e.p10()
+	for range 100 {
+		e.addAtLeast(time.Millisecond)
+	}
+	if got := e.p10(); got != first {
+		t.Errorf("estimate %v after work that was cut off sooner, want %v", got, first)
+	}
+	for range 100 {
+		e.addAtLeast(40 * time.Millisecond)
+	}
+	if got := e.p10(); got <= 38*time.Millisecond || got > 40*time.Millisecond {
+		t.Errorf("estimate %v after work that was cut off after 40 ms, want just that", got)
+	}
+}

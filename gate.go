@@ -208,7 +208,7 @@ type Stats struct {
 	// LeasesOverdue is how many permits have been out for longer than gate_leak_threshold. 0 without one.
 	LeasesOverdue int
 
-	// Estimates are the p10 of successful holds by kind ("autocommit", "read", "tx") that deadline-aware admission compares
+	// Estimates are the p10 of holds by kind ("autocommit", "read", "tx") that deadline-aware admission compares
 	// a deadline with. A kind without an estimate is absent.
 	Estimates map[string]time.Duration
 
@@ -581,6 +581,16 @@ func (g *Gate) drain(h handle) {
 		s.draining = true
 		s.b.draining++
 		g.draining++
+	}
+	g.mu.Unlock()
+}
+
+// cutOff tells that the caller's deadline has ended the operation, which therefore would have taken longer than it has.
+func (g *Gate) cutOff(h handle) {
+	now := g.now()
+	g.mu.Lock()
+	if s := g.slotLocked(h); s != nil && s.kind.estimated() {
+		s.b.estimates[s.kind].addAtLeast(now - s.since)
 	}
 	g.mu.Unlock()
 }
@@ -1088,7 +1098,7 @@ func (g *Gate) expireLocked(now time.Duration) {
 	})
 }
 
-// estimator keeps a low quantile, p10, of how long successful operations of one workload and kind hold their permit.
+// estimator keeps a low quantile, p10, of how long operations of one workload and kind hold their permit.
 //
 // A deadline that is shorter than p10 cannot be made by nine out of ten, so the call is refused while that still helps
 // it. Tried and rejected, in simulation: the mean of holds plus a predicted wait (refuses up to 3 % that would have
@@ -1104,10 +1114,12 @@ func (g *Gate) expireLocked(now time.Duration) {
 // to rise, six seconds of 8 permits held for 60 ms. It falls within 60 samples as it is. A memory of 64 samples would do
 // both, but its quantile would rest on six of them.
 //
-// What it does not do: where all callers have the same deadline and it, not MaxWait, ends their wait, whoever comes to the
-// front of the line has little more than p10 left, and most of those do not finish (holds of 13.5 to 16.5 ms, deadlines of
-// 50 ms, three times the load: 14 % of what the permits could do, and nothing without deadline-aware admission). A MaxWait
-// shorter than the deadline less a long hold avoids that.
+// Work that its deadline cut off counts with the time it had, if that is more than the estimate: successful holds alone
+// are those of the fast, and with a spread in them the line is served to those who just fail. (What was cut off sooner says
+// nothing: it was let in because a permit was free.) That doubles goodput where all callers have the same deadline and it,
+// not MaxWait, ends their wait: 54 % of what the permits could do with holds of 13.5 to 16.5 ms, deadlines of 50 ms and three
+// times the load, 27 % from successful holds alone, 3 % without deadline-aware admission; elsewhere it changes less than
+// 2 %. A MaxWait shorter than the deadline less a long hold still does better there.
 //
 // add moves a cursor by a few bins, p10 reads it; both allocate nothing. Holds below 8 µs count as 8 µs.
 type estimator struct {
@@ -1170,6 +1182,13 @@ func (e *estimator) add(d time.Duration) {
 	for (e.below+e.bins[e.at])*10 < e.n {
 		e.below += e.bins[e.at]
 		e.at++
+	}
+}
+
+// addAtLeast counts an operation that its deadline cut off after d: it would have held its permit for longer.
+func (e *estimator) addAtLeast(d time.Duration) {
+	if e.seen >= estimatorMin && estimatorBin(d) > e.at {
+		e.add(d)
 	}
 }
 

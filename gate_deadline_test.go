@@ -88,7 +88,9 @@ func serve(t *testing.T, aware, workloads bool, jobs []job) served {
 					time.Sleep(j.service)
 					o.good = true
 				} else {
-					time.Sleep(left + time.Millisecond)
+					time.Sleep(left)
+					g.cutOff(h)
+					time.Sleep(time.Millisecond)
 				}
 				g.release(h, o.good)
 				if !g.contended() {
@@ -205,6 +207,12 @@ var loadCases = []loadCase{
 			return 1, 300, kindTx, 0
 		}
 		return 1000, 300, kindTx, 0
+	}},
+	{"storm", 6 * time.Second, 2, false, false, func(r random, _ float64) (float64, float64, kind, int) {
+		return r.between(21, 45), r.between(0, 120), kindTx, 0
+	}},
+	{"all deadlines the same", 6 * time.Second, 2, false, false, func(r random, _ float64) (float64, float64, kind, int) {
+		return r.between(13.5, 16.5), 50, kindTx, 0
 	}},
 	{"lognormal", 6 * time.Second, 1, false, false, func(r random, _ float64) (float64, float64, kind, int) {
 		return math.Exp(2 + 1.5*r.NormFloat64()), r.between(20, 500), kindTx, 0

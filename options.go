@@ -121,8 +121,8 @@ func WithGateName(name string) Option {
 }
 
 func (c *config) setGateName(by, name string) error {
-	if name == "" || len(name) > 100 {
-		return fmt.Errorf("gate_name (%s) has %d characters, want 1 to 100", by, len(name))
+	if name == "" || len(name) > 100 || strings.Contains(name, "=") {
+		return fmt.Errorf("gate_name (%s) has %d characters, want 1 to 100 without =", by, len(name))
 	}
 	return put(&c.gate, "gate_name", by, &c.gateName, name)
 }
@@ -150,7 +150,7 @@ func WithScope(s Scope) Option {
 
 func (c *config) setScope(by string, s Scope) error {
 	if s != ScopeAll && s != ScopeTx {
-		return fmt.Errorf("gate_scope (%s) is %q, want all or tx", by, s)
+		return fmt.Errorf("gate_scope (%s) is %s, want all or tx", by, shown(string(s)))
 	}
 	return put(&c.gate, "gate_scope", by, &c.scope, s)
 }
@@ -163,7 +163,7 @@ func WithMode(m Mode) GateOption {
 
 func (c *gateConfig) setMode(by string, m Mode) error {
 	if m != Enforce && m != Observe {
-		return fmt.Errorf("gate_mode (%s) is %q, want enforce or observe", by, m)
+		return fmt.Errorf("gate_mode (%s) is %s, want enforce or observe", by, shown(string(m)))
 	}
 	return put(c, "gate_mode", by, &c.mode, m)
 }
@@ -263,8 +263,8 @@ func WithWorkloads(workloads map[string]Limits) GateOption {
 
 func (c *gateConfig) setWorkloads(by string, ws []workload) error {
 	for _, w := range ws {
-		if w.name == "" || len(w.name) > 60 || strings.ContainsAny(w.name, ":,+ \t\n") {
-			return fmt.Errorf("gate_workloads (%s): name %q, want 1 to 60 characters without : , + and blanks", by, w.name)
+		if w.name == "" || len(w.name) > 60 || strings.ContainsAny(w.name, ":,+= \t\n") {
+			return fmt.Errorf("gate_workloads (%s): name %s, want 1 to 60 characters without : , + = and blanks", by, shown(w.name))
 		}
 		if err := w.limits.validate(); err != nil {
 			return fmt.Errorf("gate_workloads (%s): workload %q: %w", by, w.name, err)
@@ -294,7 +294,7 @@ func parseWorkloads(s string) ([]workload, error) {
 		b, err1 := strconv.Atoi(running)
 		q, err2 := strconv.Atoi(waiting)
 		if !ok || err1 != nil || err2 != nil {
-			return nil, fmt.Errorf("gate_workloads: %q, want name:running+waiting such as batch:4+8", item)
+			return nil, fmt.Errorf("gate_workloads: %s, want name:running+waiting such as batch:4+8", shown(item))
 		}
 		if slices.ContainsFunc(ws, func(w workload) bool { return w.name == name }) {
 			return nil, fmt.Errorf("gate_workloads: workload %q is given twice", name)
@@ -394,7 +394,7 @@ var dsnKeys = map[string]func(c *config, v string) error{
 func (c *config) putInt(key string, dst *int, v string, low int) error {
 	n, err := strconv.Atoi(v)
 	if err != nil {
-		return fmt.Errorf("%s is %q, want a whole number from %d to %d", key, v, low, maxPermits)
+		return fmt.Errorf("%s is %s, want a whole number from %d to %d", key, shown(v), low, maxPermits)
 	}
 	return putIn(&c.gate, key, byDSN, dst, n, low, maxPermits)
 }
@@ -410,14 +410,14 @@ func (c *config) putDuration(key string, dst *time.Duration, v string, low time.
 func parseDuration(key, v string, low time.Duration) (time.Duration, error) {
 	d, err := time.ParseDuration(v)
 	if err != nil {
-		return 0, fmt.Errorf("%s is %q, want a duration with its unit such as 250ms, from %v to %v", key, v, low, maxMaxWait)
+		return 0, fmt.Errorf("%s is %s, want a duration with its unit such as 250ms, from %v to %v", key, shown(v), low, maxMaxWait)
 	}
 	return d, nil
 }
 
 func (c *config) putSwitch(key string, dst *bool, v string) error {
 	if v != "on" && v != "off" {
-		return fmt.Errorf("%s is %q, want on or off", key, v)
+		return fmt.Errorf("%s is %s, want on or off", key, shown(v))
 	}
 	return put(&c.gate, key, byDSN, dst, v == "on")
 }
@@ -438,6 +438,10 @@ func parseDSN(s string) (dsn, error) {
 	plain, err := pgx.ParseConfig(s)
 	if err != nil {
 		return dsn{}, parseError(err)
+	}
+	if strings.Contains(plain.Host, "@") && !strings.HasPrefix(plain.Host, "/") {
+		// The rest of a password, on its way into labels and log lines.
+		return dsn{}, errors.New("the host has an @ in it (percent-encode reserved characters in user and password)")
 	}
 	d := dsn{keys: make(map[string]string)}
 	_, d.sizeGave = plain.RuntimeParams["pool_max_conns"]
@@ -476,7 +480,9 @@ func parseError(err error) error {
 		text += " (percent-encode reserved characters in user and password)"
 	case strings.HasPrefix(text, "failed to parse as keyword/value"):
 		text += " (want key=value pairs; quote values with blanks in '…')"
-	case cause != nil:
+	case strings.Contains(text, "="):
+		text, _, _ = strings.Cut(text, ":") // as in shown
+	case cause != nil && !strings.Contains(cause.Error(), "="):
 		text += ": " + cause.Error()
 	}
 	return errors.New(text)
@@ -491,6 +497,28 @@ func keyText(k string) string {
 		return "of other characters than letters, digits and _ (quote or percent-encode reserved characters)"
 	}
 	return k
+}
+
+// serverLabel is the name of a gate without one. A database that is named as none is, as the end of a password would be,
+// is not shown.
+func serverLabel(c *pgx.ConnConfig) string {
+	database := c.Database
+	if database == "" {
+		database = c.User
+	}
+	if strings.ContainsAny(database, "@:/?#&=' \t\n") {
+		database = "?"
+	}
+	return fmt.Sprintf("%s@%s:%d", database, c.Host, c.Port)
+}
+
+// shown is a bad value as it may be shown. In keyword/value form an empty value swallows the pair after it, which may be
+// the password.
+func shown(v string) string {
+	if len(v) > 60 || strings.Contains(v, "=") {
+		return fmt.Sprintf("a text of %d characters", len(v))
+	}
+	return strconv.Quote(v)
 }
 
 // duplicateKey returns a gate_* key that stands in the DSN twice. pgx keeps one of them and says nothing.
@@ -514,7 +542,7 @@ func keysOf(s string) func(yield func(string) bool) {
 			_, query, _ := strings.Cut(s, "?")
 			for pair := range strings.SplitSeq(query, "&") {
 				key, _, _ := strings.Cut(pair, "=")
-				if decoded, err := url.QueryUnescape(key); err == nil {
+				if decoded, err := url.PathUnescape(key); err == nil {
 					key = decoded
 				}
 				if !yield(key) {
@@ -588,7 +616,7 @@ func (c *config) resolve(p int, psetting string) (Limits, error) {
 		if p == 0 {
 			return Limits{}, errors.New("the pool has no bound (MaxOpenConns is 0), so limits must be given: WithLimits (gate_running), and best SetMaxOpenConns too")
 		}
-		c.running = max(1, p*8/10)
+		c.running = min(max(1, p*8/10), maxPermits)
 	}
 	if !c.gave("gate_waiting") {
 		c.waiting = min(10*c.running, maxPermits)
@@ -608,6 +636,10 @@ func (c *config) resolveShared(p int, psetting string) (Limits, error) {
 	if g.observe {
 		mode = Observe
 	}
+	var leak time.Duration
+	if g.leaks != nil {
+		leak = g.leaks.threshold
+	}
 	for _, s := range []struct {
 		key       string
 		have, was any
@@ -618,6 +650,7 @@ func (c *config) resolveShared(p int, psetting string) (Limits, error) {
 		{"gate_max_wait", c.maxWait, l.MaxWait},
 		{"gate_mode", c.gate.mode, mode},
 		{"gate_deadline_admission", c.gate.deadlineAware, g.deadlineAware},
+		{"gate_leak_threshold", c.gate.leakThreshold, leak},
 		{"gate_workloads", c.gate.workloadsText, workloadsText(g.workloads())},
 	} {
 		if c.gave(s.key) && s.have != s.was {

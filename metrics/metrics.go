@@ -25,8 +25,9 @@ import (
 )
 
 // NewCollector reports the gates; nil ones, such as [pgxgated.GateOf] returns for a database without, are left out. From
-// then on each gate measures its waits and the server's answers, which costs about 0.1 µs an operation and no allocation;
-// without a collector it measures nothing. Counters that [pgxgated.Stats] has count from the gate's creation, the others
+// then on each gate measures its waits and the server's answers, which costs 0.02 µs a permit taken by
+// hand, 0.12 to 0.17 µs a statement, 0.2 to 0.4 µs a transaction with one statement, and no allocation (BenchmarkCost); without a
+// collector it measures nothing. Counters that [pgxgated.Stats] has count from the gate's creation, the others
 // from here. A gate may be in several collectors.
 //
 // A gate that is given twice is reported once. Of several gates with one name the second is labelled name#2, and so on;

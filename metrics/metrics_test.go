@@ -377,7 +377,7 @@ func label(m *dto.Metric, name string) string {
 
 func TestG01ClosingAGateTakesItsSeriesAway(t *testing.T) {
 	r := prometheus.NewPedanticRegistry()
-	for range 1000 {
+	for i := range 1000 {
 		g, err := pgxgated.NewGate("g", pgxgated.Limits{Running: 1})
 		if err != nil {
 			t.Fatal(err)
@@ -386,12 +386,15 @@ func TestG01ClosingAGateTakesItsSeriesAway(t *testing.T) {
 		if err := r.Register(c); err != nil {
 			t.Fatal(err)
 		}
-		if s := gather(t, r); len(s) == 0 {
+		look := i%100 == 0 // gathering 1000 times takes seconds
+		if look && len(gather(t, r)) == 0 {
 			t.Fatal("no series while open")
 		}
 		g.Close()
-		if s := gather(t, r); len(s) != 0 {
-			t.Fatal("series after Close: ", s)
+		if look {
+			if s := gather(t, r); len(s) != 0 {
+				t.Fatal("series after Close: ", s)
+			}
 		}
 		if !r.Unregister(c) {
 			t.Fatal("not unregistered")

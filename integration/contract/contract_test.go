@@ -132,6 +132,6 @@ go -C integration test -race ./contract -run 'TestContract/conditions/042'   # o
 ` + "```" + `
 
 Each condition has a database of its own, and after each of them nothing runs, waits or drains, no physical connection is out,
-and the server has no session left. "Held" means taken and not given back. *Case* is the kind of public report that taught the condition.
+and the server has no session left. *Case* is the kind of public report that taught the condition.
 
 `
