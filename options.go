@@ -439,9 +439,9 @@ func parseDSN(s string) (dsn, error) {
 	if err != nil {
 		return dsn{}, parseError(err)
 	}
-	if strings.Contains(plain.Host, "@") && !strings.HasPrefix(plain.Host, "/") {
-		// The rest of a password, on its way into labels and log lines.
-		return dsn{}, errors.New("the host has an @ in it (percent-encode reserved characters in user and password)")
+	if strings.ContainsAny(plain.Host, "@=") && !strings.HasPrefix(plain.Host, "/") {
+		// The rest of a password, or all of it after an empty host=, on its way into labels and log lines.
+		return dsn{}, errors.New("the host has an @ or = in it (percent-encode reserved characters in user and password; quote an empty value: host='')")
 	}
 	d := dsn{keys: make(map[string]string)}
 	_, d.sizeGave = plain.RuntimeParams["pool_max_conns"]
