@@ -25,6 +25,7 @@ func TestMovingFromLibPQ(t *testing.T) {
 	}
 
 	tx := must(db.BeginTx(ctx, nil))(t)
+	//lint:ignore SA1019 deprecated, and still what services that came from lib/pq call
 	st := must(tx.PrepareContext(ctx, pq.CopyIn("items", "name")))(t)
 	_, err := st.ExecContext(ctx, "a")
 	if err == nil {

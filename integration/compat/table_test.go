@@ -27,7 +27,6 @@ var table results
 
 type results struct {
 	mu       sync.Mutex // guards what follows
-	libs     []string   // in the order in which the tests ran
 	cells    map[string]map[string]string
 	features map[string]map[string]string
 	skipped  []string
