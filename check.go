@@ -28,6 +28,8 @@ type Budget struct {
 //   - PeakInstances × the same alone are not more than the role's CONNECTION LIMIT, nor than the database's. What
 //     OtherClients take of these two is not known: leave room for those that share the role or the database.
 //
+// Where metrics are scraped one more connection may be open, for lock waits: count it as an OtherClients for each instance.
+//
 // It asks the server with one query, past the gate (Bypass), and waits for it as long as ctx allows. Call it once at
 // start-up, and treat the error as a warning or a failure as you like. An error that has not to do with a rule (not
 // gated, not PostgreSQL, the query failed) is not a *CheckError.

@@ -30,6 +30,34 @@ var (
 	_ driver.StmtQueryContext   = (*stmt)(nil)
 )
 
+// What the driver promises beside the gate's own I1 to I5 and I7 (see [Gate]); comments and tests cite the numbers:
+//
+//	I6   the server never has more than Running gated operations at work: a permit comes back when the server is known to be
+//	     done, or after gate_drain_limit, which is counted. For pgx, in enforce mode, as far as the driver can see the server
+//	I8   a refusal never matches driver.ErrBadConn, which database/sql would try again, and opens no connection
+//	I9   errors of the server reach the caller unchanged, with the same dynamic type
+//	I10  once something has run on an operation's physical connection, the operation is never moved to another one
+//	I11  no error that leaves a logical connection matches driver.ErrBadConn
+//
+// What it rests on, of database/sql and pgx, cited as F and a number:
+//
+//	F1   database/sql calls IsValid when it takes a connection back
+//	F2   … but not after ErrBadConn, when it calls Close, nor alone where it keeps no idle ones: then it calls both
+//	F6   a wrapper above may hide Validator, SessionResetter, DriverContext and io.Closer, never Close
+//	F7   (*sql.DB).Close does not wait for what is in use; pgxpool's does
+//	F8   a *sql.Stmt of the database remembers logical connections, each of which may be on another backend by then
+//	F9   pgx's stdlib runs COMMIT and ROLLBACK on the context of BeginTx
+//	F11  database/sql asks CheckNamedValue before anything is bound
+//	F12  (*sql.Conn).Raw has no context and no hook
+//	F14  embedding driver.Rows, or sqlmw's wrapper of it, hides optional interfaces
+//	F16  a dial inside a caller's context never succeeds under short deadlines
+//	F17  after a panic or Goexit in a driver call neither IsValid nor Close need follow
+//	F18  RowsAffected and Stmt.Close lock a connection that may meanwhile be somebody else's
+//	F19  Stmt.Close may run with the lock of *sql.DB held
+//	F20  through (*sql.Conn).Raw of an inner pool a panic discards the connection, and its driver's checker is asked there
+//	F21  sqlmw wraps only connections that its own driver made, and hands interceptors the context of BeginTx at the end
+//	F22  Go 1.27 reads rows by column (driver.RowsColumnScanner) where they can be, and then never calls Next
+
 // conn is a logical connection: what database/sql holds. It has no socket. With the first operation it takes a permit and
 // then a physical connection, and keeps both until database/sql returns it:
 //
@@ -47,6 +75,7 @@ var (
 type conn struct {
 	c      *Connector
 	l      lease
+	waiter waiter // in the gate's queue, used again and again
 	closed bool
 	used   bool // an operation has ended on it
 	stmts  int  // statements of it that are open
@@ -102,7 +131,7 @@ func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 		return c.public(ctx, l.deadErr(ctx))
 	}
 	if l.tx == nil && !l.gated && (c.c.cfg.scope == ScopeAll || k == kindRead || k == kindTx) {
-		h, err := c.c.gate.acquire(ctx, k, c.c.closing)
+		h, err := c.c.gate.acquireAs(ctx, k, c.c.closing, &c.waiter)
 		if err != nil {
 			return err
 		}

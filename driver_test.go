@@ -990,9 +990,6 @@ func TestF18NobodyWaitsForAnothersPlace(t *testing.T) {
 			for i := range callers {
 				wg.Go(func() {
 					var err error
-					if results[i], err = s.db.ExecContext(ctxBG, "x"); err != nil {
-						t.Error(err)
-					}
 					if stmts[i], err = s.db.PrepareContext(ctxBG, "x"); err != nil {
 						t.Error(err)
 						return
@@ -1002,6 +999,15 @@ func TestF18NobodyWaitsForAnothersPlace(t *testing.T) {
 						_, err = res.RowsAffected()
 					}
 					if err != nil {
+						t.Error(err)
+					}
+				})
+			}
+			wg.Wait()
+			for i := range callers {
+				wg.Go(func() {
+					var err error
+					if results[i], err = s.db.ExecContext(ctxBG, "x"); err != nil {
 						t.Error(err)
 					}
 				})

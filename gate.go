@@ -32,6 +32,8 @@ import (
 //	I5  a context that was done before the grant never gets a permit; a grant that races with a cancellation is handed on.
 //	I7  admitted = running + waiting; everything is 0 when idle.
 //
+// I6 and I8 to I11 are what the driver promises on top: see conn.go.
+//
 // The flow, under one lock:
 //
 //	acquire: room and nobody ahead → running
@@ -108,6 +110,7 @@ func (l Limits) validate() error {
 	return nil
 }
 
+// String is the limits as they stand in log records.
 func (l Limits) String() string {
 	return fmt.Sprintf("running %d, waiting %d, max wait %v", l.Running, l.Waiting, l.MaxWait)
 }
@@ -157,6 +160,7 @@ type RejectedError struct {
 	retryAfter time.Duration
 }
 
+// Error names the gate, the reason and the numbers.
 func (e *RejectedError) Error() string {
 	of := ""
 	if e.Workload != "" {
@@ -170,6 +174,7 @@ func (e *RejectedError) Error() string {
 		e.Gate, of, e.Reason, waited, e.Running, e.Limits.Running, e.Waiting, e.Limits.Waiting, e.Limits.MaxWait)
 }
 
+// Unwrap returns the Reason.
 func (e *RejectedError) Unwrap() error { return e.Reason }
 
 // RetryAfter estimates when a new attempt may find a free place: the time in which those that were ahead of this call
@@ -212,8 +217,8 @@ type Stats struct {
 	// a deadline with. A kind without an estimate is absent.
 	Estimates map[string]time.Duration
 
-	// Workloads has a snapshot for each workload, taken at the same instant. Nil without workloads. Bypassed and
-	// DrainsUnproven are counted for the gate only.
+	// Workloads has a snapshot for each workload, taken at the same instant: limits, gauges, outcomes, the two ages and
+	// estimates. The rest is kept for the gate only. Nil without workloads.
 	Workloads map[string]Stats
 }
 
@@ -320,8 +325,9 @@ func (k kind) estimated() bool { return k == kindAutocommit || k == kindRead || 
 // most MaxWait (or [WithMaxWait]), and honours [WithWorkload] and [Bypass].
 //
 // On success the caller must call Release when the work is done; the permit counts until then. On failure nothing is
-// held, and the error is a *RejectedError (ErrAdmissionFull, ErrWaitTimeout), ErrClosed, ErrUnknownWorkload, or the
-// context's own error exactly when the context ended the wait. A context that is already done gets no permit.
+// held, and the error is a *RejectedError (ErrAdmissionFull, ErrWaitTimeout), ErrClosed, ErrUnknownWorkload, ErrNested
+// inside [InTx] on this gate, or the context's own error exactly when the context ended the wait. A context that is already
+// done gets no permit.
 //
 // Uncontended, a pair of Acquire and Release costs some 120 ns, half of it two readings of the clock, and no allocation.
 func (g *Gate) Acquire(ctx context.Context) (*Permit, error) {
@@ -370,6 +376,12 @@ type slot struct {
 
 // acquire takes a permit for an operation of kind k. closed, if not nil, ends the wait with ErrClosed.
 func (g *Gate) acquire(ctx context.Context, k kind, closed <-chan struct{}) (handle, error) {
+	return g.acquireAs(ctx, k, closed, nil)
+}
+
+// acquireAs is acquire for a caller that keeps a waiter to wait with, nil for one that does not. It may be used for one
+// call at a time.
+func (g *Gate) acquireAs(ctx context.Context, k kind, closed <-chan struct{}, w *waiter) (handle, error) {
 	c := callIn(ctx)
 	if c.held != nil && !c.bypass && !g.observe && c.held.blocks(g) {
 		return handle{}, fmt.Errorf("pgxgated: gate %q: %w", g.name, ErrNested)
@@ -409,7 +421,7 @@ func (g *Gate) acquire(ctx context.Context, k kind, closed <-chan struct{}) (han
 	case b.queue.first == nil && g.running < g.limits.Running && b.running < b.limits.Running:
 		h = g.grantLocked(b, k, g.now())
 	default:
-		h, err = g.wait(ctx, closed, b, k, deadline, c)
+		h, err = g.wait(ctx, closed, b, k, deadline, c, w)
 		g.leaks.took(h)
 		return h, err
 	}
@@ -430,7 +442,7 @@ func (g *Gate) acquire(ctx context.Context, k kind, closed <-chan struct{}) (han
 }
 
 // wait queues, or refuses. It is called with mu held and releases it.
-func (g *Gate) wait(ctx context.Context, closed <-chan struct{}, b *budget, k kind, deadline time.Duration, c *call) (handle, error) {
+func (g *Gate) wait(ctx context.Context, closed <-chan struct{}, b *budget, k kind, deadline time.Duration, c *call, w *waiter) (handle, error) {
 	maxWait := g.limits.MaxWait
 	if c.hasMaxWait {
 		maxWait = c.maxWait
@@ -460,7 +472,13 @@ func (g *Gate) wait(ctx context.Context, closed <-chan struct{}, b *budget, k ki
 	}
 
 	g.seq++
-	w := &waiter{b: b, kind: k, seq: g.seq, since: now, deadline: deadline, wake: make(chan struct{})}
+	if w == nil {
+		w = new(waiter)
+	}
+	if w.wake == nil {
+		w.wake = make(chan struct{}, 1)
+	}
+	*w = waiter{b: b, kind: k, seq: g.seq, since: now, deadline: deadline, wake: w.wake, timer: w.timer}
 	b.queue.push(w)
 	b.waiting++
 	g.waiting++
@@ -472,11 +490,11 @@ func (g *Gate) wait(ctx context.Context, closed <-chan struct{}, b *budget, k ki
 	if hopeless != 0 && hopeless-now < end {
 		end, short = hopeless-now, true
 	}
-	timer := time.NewTimer(end)
+	w.arm(end)
 	var cause error
 	select {
 	case <-w.wake:
-	case <-timer.C:
+	case <-w.timer.C:
 		cause = ErrWaitTimeout
 		if short {
 			cause = ErrDeadlineShort
@@ -486,35 +504,39 @@ func (g *Gate) wait(ctx context.Context, closed <-chan struct{}, b *budget, k ki
 	case <-closed:
 		cause = ErrClosed
 	}
-	timer.Stop()
+	w.timer.Stop()
 
 	g.mu.Lock()
 	h, woken := w.h, w.end
 	now = g.now()
 	waited := now - w.since
 	g.waitTime += waited
-	g.sink.Load().GateWait(b.index, waited)
-	if woken == waiting {
+	switch {
+	case woken == waiting:
 		b.queue.remove(w)
 		b.waiting--
 		g.waiting--
+	case cause != nil:
+		<-w.wake // it was woken in the same instant: sent under mu, so it is there
 	}
 	g.mu.Unlock()
+	g.sink.Load().GateWait(b.index, waited)
 	dead := ctx.Err() // asked after the grant: I5 holds for a context that ended while we came here, too
-
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	switch {
-	case woken == granted && (dead != nil || cause == ErrClosed):
-		g.freeLocked(h, now) // I5: the grant raced with the end of the wait, so it is handed on
-	case woken == granted:
+	if woken == granted && dead == nil && cause != ErrClosed {
 		// Also where MaxWait passed at the same instant: it has a permit, and refusing now helps nobody.
 		b.acquired.Add(1)
 		h.at = now
 		return h, nil
-	case woken == refused:
+	}
+
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	switch woken {
+	case granted:
+		g.freeLocked(h, now) // I5: the grant raced with the end of the wait, so it is handed on
+	case refused:
 		cause = ErrDeadlineShort
-	case woken == shut:
+	case shut:
 		cause = ErrClosed
 	}
 	switch {
@@ -877,11 +899,12 @@ func (g *Gate) wakeLocked(w *waiter, end waitEnd) {
 	w.b.waiting--
 	g.waiting--
 	w.end = end
-	close(w.wake)
+	w.wake <- struct{}{} // never blocks: it is sent once per wait, and taken
 }
 
-// waiter is one operation in a queue. It is not used again for another: its channel and timer would belong to a
-// testing/synctest bubble that the gate may outlive, and the three allocations are small beside a wait.
+// waiter is one operation in a queue. One that is used again saves three allocations a wait, and may not move between
+// testing/synctest bubbles, to one of which its channel and its timer belong. So a gate keeps none, as it may outlive a
+// bubble; a logical connection does, since database/sql binds that to a bubble anyway.
 type waiter struct {
 	prev, next *waiter
 	b          *budget
@@ -891,7 +914,17 @@ type waiter struct {
 	deadline   time.Duration // 0: none
 	end        waitEnd
 	h          handle
-	wake       chan struct{} // closed when end is set
+	wake       chan struct{} // holds one; sent when end is set
+	timer      *time.Timer
+}
+
+// arm starts the timer. Only who waits has one.
+func (w *waiter) arm(d time.Duration) {
+	if w.timer == nil {
+		w.timer = time.NewTimer(d)
+		return
+	}
+	w.timer.Reset(d)
 }
 
 type waitEnd uint8

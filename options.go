@@ -104,7 +104,8 @@ func putIn[T int | time.Duration](c *gateConfig, key, by string, dst *T, v, low,
 const byDSN = "the DSN"
 
 // WithGate puts the database behind a gate that exists, to share one budget with other databases or with work outside
-// database/sql. Limits and gate options may not be given beside it, unless they are the gate's own.
+// database/sql. Limits and gate options may not be given beside it, unless they are the gate's own. It stays the caller's
+// to close, after the databases.
 func WithGate(g *Gate) Option {
 	return option(func(c *config) error {
 		if g == nil {

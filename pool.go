@@ -81,8 +81,12 @@ func (p *physical) closed() bool {
 }
 
 // wrap puts the interceptors around a raw connection: ours innermost, so that it sees what the server did, then the
-// user's. It is done once per physical connection (F21).
+// user's. It is done once per physical connection (F21). Ours alone is called without sqlmw in between, whose wrappers cost
+// 1 µs and 6 allocations a transaction.
 func wrap(raw rawConn, o *observer, user []sqlmw.Interceptor) (operations, error) {
+	if len(user) == 0 {
+		return &observed{raw, o}, nil
+	}
 	var d driver.Driver = sqlmw.Driver(openedDriver{raw}, o)
 	for i := len(user) - 1; i >= 0; i-- {
 		d = sqlmw.Driver(d, user[i])
@@ -101,6 +105,44 @@ func wrap(raw rawConn, o *observer, user []sqlmw.Interceptor) (operations, error
 	}
 	return ops, nil
 }
+
+// observed is a raw connection with our own interceptor only.
+type observed struct {
+	raw rawConn
+	o   *observer
+}
+
+func (c *observed) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, error) {
+	_, tx, err := c.o.ConnBeginTx(ctx, c.raw, opts)
+	if err != nil {
+		return nil, err
+	}
+	return &observedTx{tx, c.o}, nil
+}
+
+func (c *observed) ExecContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Result, error) {
+	return c.o.ConnExecContext(ctx, c.raw, query, args)
+}
+
+func (c *observed) QueryContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Rows, error) {
+	_, rows, err := c.o.ConnQueryContext(ctx, c.raw, query, args)
+	return rows, err
+}
+
+func (c *observed) PrepareContext(ctx context.Context, query string) (driver.Stmt, error) {
+	_, st, err := c.o.ConnPrepareContext(ctx, c.raw, query)
+	return st, err
+}
+
+func (c *observed) Ping(ctx context.Context) error { return c.raw.Ping(ctx) }
+
+type observedTx struct {
+	tx driver.Tx
+	o  *observer
+}
+
+func (t *observedTx) Commit() error   { return t.o.TxCommit(context.Background(), t.tx) }
+func (t *observedTx) Rollback() error { return t.o.TxRollback(context.Background(), t.tx) }
 
 // openedDriver is the driver of one connection that exists already, for sqlmw, which wraps only what it connects.
 type openedDriver struct{ c rawConn }

@@ -17,7 +17,7 @@ import (
 type condition struct {
 	id   int
 	area string
-	ref  string // of CASES.md; "" for none
+	ref  string // of ../CASES.md; "" for none
 	says string
 	test func(*env)
 }
@@ -132,6 +132,6 @@ go -C integration test -race ./contract -run 'TestContract/conditions/042'   # o
 ` + "```" + `
 
 Each condition has a database of its own, and after each of them nothing runs, waits or drains, no physical connection is out,
-and the server has no session left. *Case* is the kind of public report that taught the condition.
+and the server has no session left. *Case* is the kind of public report that taught the condition: see [CASES.md](../CASES.md).
 
 `

@@ -29,7 +29,7 @@ import (
 	"github.com/pgxgated/pgxgated/integration/pgtest"
 )
 
-// What is attacked here is the proof (DESIGN §7): a permit comes back when the server has said that it is done, and where
+// What is attacked here is the proof: a permit comes back when the server has said that it is done, and where
 // that cannot be had after gate_drain_limit, counted and logged once. What the server says is asked at the moment the permit
 // comes back, by who waited for it.
 

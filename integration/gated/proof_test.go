@@ -18,9 +18,9 @@ import (
 	"github.com/pgxgated/pgxgated/integration/pgtest"
 )
 
-// The rows of "Proof" in DESIGN §7: each way in which a connection can end leaves another trace on the server. The permit
-// must not come back before the server is done (I6). What the server says is asked at the moment the permit comes back, by
-// whoever has waited for it in the queue.
+// Each way in which a connection can end leaves another trace on the server. The permit must not come back before the
+// server is done (I6). What the server says is asked at the moment the permit comes back, by whoever has waited for it in
+// the queue.
 
 // proof is a permit-holding transaction with the advisory lock 7.
 type proof struct {
