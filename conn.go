@@ -217,8 +217,11 @@ func (c *conn) again(ctx context.Context, err *error, tries *int, begin bool) bo
 // prepare a statement anew after the change, as GORM does; here a statement is its text (F8), so it must be spared
 // everybody. In a transaction, which the error has aborted, and inside a function it cannot be.
 func (c *conn) outdatedPlan(ctx context.Context, err error) bool {
-	var pgErr *pgconn.PgError
-	if c.l.p.conn == nil || ctx.Err() != nil || !errors.As(err, &pgErr) {
+	if err == nil || c.l.p.conn == nil || ctx.Err() != nil {
+		return false
+	}
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok {
 		return false
 	}
 	// By the routine, as the message is in the server's language.
@@ -570,6 +573,8 @@ func (c *conn) endPooled() {
 	case l.pinned && (l.p == nil || l.p.closed()):
 		c.broken = l.p != nil
 		c.end(true)
+	case l.pinned && l.p.conn != nil && l.p.conn.PgConn().IsBusy():
+		// It was refused since the rows of another operation are open. The permit stays out until those are closed (I6).
 	case l.pinned:
 		c.c.gate.release(l.permit, l.ok && l.things == 1)
 		l.permit, l.gated = handle{}, false

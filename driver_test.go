@@ -973,82 +973,93 @@ func TestPoolDoesNotLingerUnwrapped(t *testing.T) {
 // F18, F19: asking a Result, or closing a Stmt, never waits for another's place in the queue. The permits are held until
 // everybody has answered: one that stalled would never answer.
 func TestF18NobodyWaitsForAnothersPlace(t *testing.T) {
-	for _, wrapped := range []bool{false, true} {
-		t.Run(fmt.Sprintf("wrapped=%v", wrapped), func(t *testing.T) {
-			var s *fakeSetup
-			if wrapped {
-				s = newFakeBelow(t, hideResetter)
-			} else {
-				s = newFake(t)
+	for name, use := range map[string]func(db *sql.DB) (finish func() error, err error){
+		"Result": func(db *sql.DB) (func() error, error) {
+			res, err := db.ExecContext(ctxBG, "x")
+			return func() error { _, err := res.RowsAffected(); return err }, err
+		},
+		"Stmt": func(db *sql.DB) (func() error, error) {
+			st, err := db.PrepareContext(ctxBG, "x")
+			if err != nil {
+				return nil, err
 			}
-			s.c.pgx = true // with another driver a statement keeps its connection as long as nobody waits: a mock counts Prepares
-			s.db.SetMaxIdleConns(1000)
-			const callers = 200
-			results := make([]sql.Result, callers)
-			stmts := make([]*sql.Stmt, callers)
-			var wg sync.WaitGroup
-			for i := range callers {
-				wg.Go(func() {
-					var err error
-					if stmts[i], err = s.db.PrepareContext(ctxBG, "x"); err != nil {
-						t.Error(err)
-						return
-					}
-					res, err := stmts[i].ExecContext(ctxBG)
-					if err == nil {
-						_, err = res.RowsAffected()
-					}
-					if err != nil {
-						t.Error(err)
-					}
-				})
+			rows, err := st.QueryContext(ctxBG)
+			if err != nil {
+				return nil, err
 			}
-			wg.Wait()
-			for i := range callers {
-				wg.Go(func() {
-					var err error
-					if results[i], err = s.db.ExecContext(ctxBG, "x"); err != nil {
-						t.Error(err)
-					}
-				})
+			return st.Close, rows.Close()
+		},
+		"Result of a Stmt": func(db *sql.DB) (func() error, error) {
+			st, err := db.PrepareContext(ctxBG, "x")
+			if err != nil {
+				return nil, err
 			}
-			wg.Wait()
-			if t.Failed() {
-				return
+			res, err := st.ExecContext(ctxBG)
+			return func() error { _, err := res.RowsAffected(); return errors.Join(err, st.Close()) }, err
+		},
+		"Result of a Tx": func(db *sql.DB) (func() error, error) {
+			tx, err := db.BeginTx(ctxBG, nil)
+			if err != nil {
+				return nil, err
 			}
-			var held []*Permit
-			for range fakeRunning {
-				held = append(held, mustAcquire(t, s.g, ctxBG))
-			}
-			for range callers {
-				wg.Go(func() {
-					if _, err := s.db.ExecContext(ctxBG, "x"); err != nil {
-						t.Error(err)
-					}
-				})
-			}
-			waitFor(t, "all wait", func() bool { return s.g.Stats().Waiting == callers })
-			var answered atomic.Int32
-			for i := range callers {
-				go func() {
-					if _, err := results[i].RowsAffected(); err != nil {
-						t.Error(err)
-					}
-					if err := stmts[i].Close(); err != nil {
-						t.Error(err)
-					}
-					answered.Add(1)
-				}()
-			}
-			waitFor(t, "every Result and Stmt answers while all permits are held", func() bool { return answered.Load() == callers })
-			if n := s.g.Stats().Waiting; n != callers {
-				t.Errorf("%d wait, want %d", n, callers)
-			}
-			for _, p := range held {
-				p.Release()
-			}
-			wg.Wait()
-		})
+			res, err := tx.ExecContext(ctxBG, "x")
+			return func() error { _, err := res.RowsAffected(); return err }, errors.Join(err, tx.Commit())
+		},
+	} {
+		for _, wrapped := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/wrapped=%v", name, wrapped), func(t *testing.T) {
+				s := newFake(t)
+				if wrapped {
+					s = newFakeBelow(t, hideResetter)
+				}
+				s.c.pgx = true // with another driver a statement keeps its connection as long as nobody waits: a mock counts Prepares
+				s.db.SetMaxIdleConns(1000)
+				const callers = 200
+				finish := make([]func() error, callers)
+				var wg sync.WaitGroup
+				for i := range callers {
+					wg.Go(func() {
+						var err error
+						if finish[i], err = use(s.db); err != nil {
+							t.Error(err)
+						}
+					})
+				}
+				wg.Wait()
+				if t.Failed() {
+					return
+				}
+				var held []*Permit
+				for range fakeRunning {
+					held = append(held, mustAcquire(t, s.g, ctxBG))
+				}
+				for range callers {
+					wg.Go(func() {
+						if _, err := s.db.ExecContext(ctxBG, "x"); err != nil {
+							t.Error(err)
+						}
+					})
+				}
+				waitFor(t, "all wait", func() bool { return s.g.Stats().Waiting == callers })
+				var answered atomic.Int32
+				for _, f := range finish {
+					go func() {
+						if err := f(); err != nil {
+							t.Error(err)
+						}
+						answered.Add(1)
+					}()
+				}
+				waitFor(t, "everybody answers while all permits are held", func() bool { return answered.Load() == callers })
+				if n := s.g.Stats().Waiting; n != callers {
+					t.Errorf("%d wait, want %d", n, callers)
+				}
+				for _, p := range held {
+					p.Release()
+				}
+				wg.Wait()
+			})
+		}
 	}
 }
 

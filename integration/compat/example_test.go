@@ -6,9 +6,12 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/XSAM/otelsql"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/jmoiron/sqlx"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 	"gorm.io/driver/postgres"
 	"gorm.io/gorm"
 
@@ -152,4 +155,36 @@ func Example_gorm() {
 	var n int
 	fmt.Println(db.Raw("select ?::int + 1", 1).Scan(&n).Error, n)
 	// Output: <nil> 2
+}
+
+// otelsql on top: the span of BeginTx has the wait for a permit in it.
+func Example_otelsql() {
+	ctx := context.Background()
+	spans := tracetest.NewSpanRecorder() // an exporter, in a service
+	provider := sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(spans))
+	defer provider.Shutdown(ctx)
+
+	c, err := pgxgated.NewConnector(pgtest.With(exampleDSN(), "pool_max_conns", "4"))
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	db := otelsql.OpenDB(c, otelsql.WithTracerProvider(provider))
+	defer c.Close()
+	defer db.Close()
+	tx, err := db.BeginTx(ctx, nil)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	fmt.Println(tx.Commit())
+	for _, s := range spans.Ended() {
+		if s.Name() == "sql.conn.begin_tx" || s.Name() == "sql.tx.commit" {
+			fmt.Println(s.Name())
+		}
+	}
+	// Output:
+	// <nil>
+	// sql.conn.begin_tx
+	// sql.tx.commit
 }
