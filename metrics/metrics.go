@@ -89,6 +89,7 @@ var catalogue = []struct {
 	{"draining", "Operations whose caller is gone while the server is not yet known to be done.", []string{"workload"}},
 	{"oldest_wait_seconds", "How long the first in the queue has waited.", []string{"workload"}},
 	{"oldest_hold_seconds", "How long the permit that is out longest has been out.", []string{"workload"}},
+	{"deadline_estimate_seconds", "The p10 of holds that deadline-aware admission compares a deadline with, by kind; 0: none yet.", []string{"kind", "workload"}},
 	{"leases_overdue", "Permits that have been out for longer than gate_leak_threshold.", nil},
 	{"acquires_total", "Calls, by what the gate answered.", []string{"outcome", "workload"}},
 	{"bypassed_total", "Calls that went past the gate with Bypass.", nil},
@@ -168,6 +169,9 @@ func (s *series) collect(ch chan<- prometheus.Metric) {
 		gauge("draining", float64(of.Draining), name)
 		gauge("oldest_wait_seconds", of.OldestWait.Seconds(), name)
 		gauge("oldest_hold_seconds", of.OldestHold.Seconds(), name)
+		for _, kind := range []string{"autocommit", "read", "tx"} {
+			gauge("deadline_estimate_seconds", level.Estimates[kind].Seconds(), kind, name)
+		}
 		counter("acquires_total", float64(of.Acquired), "admitted", name)
 		counter("acquires_total", float64(of.AdmissionFull), "admission_full", name)
 		counter("acquires_total", float64(of.WaitTimeout), "wait_timeout", name)

@@ -42,7 +42,7 @@ func publicCache(t *testing.T) string {
 	return dir
 }
 
-func TestInstallOnce(t *testing.T) {
+func TestI02InstallOnce(t *testing.T) {
 	b, cache := local(t), publicCache(t)
 	var filled atomic.Int32
 	fill := func(tmp string) (string, error) {

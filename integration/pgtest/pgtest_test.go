@@ -209,7 +209,7 @@ func TestDatabase(t *testing.T) {
 	}
 }
 
-func TestRoot(t *testing.T) {
+func TestI01Root(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("not run by root")
 	}
@@ -224,7 +224,7 @@ func TestRoot(t *testing.T) {
 }
 
 // A home that cannot be written is what containers give a user without a name.
-func TestUnprivileged(t *testing.T) {
+func TestI01Unprivileged(t *testing.T) {
 	private(t)
 	var cred *syscall.Credential
 	if os.Geteuid() == 0 {
@@ -260,7 +260,7 @@ func wantedVersions(t *testing.T) []string {
 	return strings.Split(list, ",")
 }
 
-func TestTwoProcesses(t *testing.T) {
+func TestI02TwoProcesses(t *testing.T) {
 	private(t)
 	a, b := launchChild(t, "run", nil), launchChild(t, "run", nil)
 	a.await(t)
@@ -275,7 +275,7 @@ func TestTwoProcesses(t *testing.T) {
 	b.finish(t)
 }
 
-func TestKilledOwner(t *testing.T) {
+func TestI02KilledOwner(t *testing.T) {
 	private(t)
 	for _, what := range []string{"run", "freeze", "headless"} {
 		t.Run(what, func(t *testing.T) {
@@ -326,7 +326,7 @@ func TestProcesses(t *testing.T) {
 	}
 }
 
-func TestPortTaken(t *testing.T) {
+func TestI02PortTaken(t *testing.T) {
 	private(t)
 	l, err := net.Listen("tcp4", "127.0.0.1:0")
 	if err != nil {
