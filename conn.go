@@ -80,7 +80,8 @@ type conn struct {
 	used   bool // an operation has ended on it
 	stmts  int  // statements of it that are open
 	result bool // a driver.Result of it is out, and whoever asks that one locks this connection (F18)
-	broken bool // a call panicked: its session is gone, and whoever pinned it must not get another one unnoticed (I10)
+	broken bool // its session is gone, by a panic or unseen by database/sql, and whoever pinned it must not get another one unnoticed (I10)
+	once   bool // broken is to be told once: nobody tells when the *sql.Conn is closed, and all who come later would hear it for ever
 	lostTx *tx  // the transaction in which that was, until it is ended
 }
 
@@ -125,10 +126,18 @@ func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 		l.pooled, l.pinned = hidden && !pinned, hidden && pinned
 	}
 	if c.broken {
+		if c.once && l.pinned {
+			c.broken, c.once = false, false
+			c.c.warnHidden()
+		}
 		return c.errLost()
 	}
 	if l.p != nil && l.p.closed() {
-		return c.public(ctx, l.deadErr(ctx))
+		err := c.public(ctx, l.deadErr(ctx))
+		if l.tx == nil && l.pinned {
+			c.end(true) // it was closed inside Raw
+		}
+		return err
 	}
 	if l.tx == nil && !l.gated && (c.c.cfg.scope == ScopeAll || k == kindRead || k == kindTx) {
 		h, err := c.c.gate.acquireAs(ctx, k, c.c.closing, &c.waiter)
@@ -309,7 +318,7 @@ func (c *conn) guard(returned *bool) {
 		return
 	}
 	c.l.ok, c.l.fresh = false, false
-	c.broken, c.lostTx = true, c.l.tx
+	c.broken, c.once, c.lostTx = true, false, c.l.tx
 	c.end(true)
 }
 
@@ -383,7 +392,7 @@ func (c *conn) query(ctx context.Context, query string, args []driver.NamedValue
 	switch {
 	case raw == nil: // an interceptor answered by itself
 		raw = rows
-	case !c.l.p.hookedRows:
+	case !c.l.p.hookedRows && !c.l.p.traced:
 		hooked = nil
 	}
 	if hooked == nil && !c.l.pooled && !c.l.pinned {
@@ -492,6 +501,9 @@ func (c *conn) Ping(ctx context.Context) (err error) {
 		c.note(ctx, err)
 		return c.public(ctx, err)
 	}
+	if c.broken && (c.c.returns.Load() || pinnedCaller()) {
+		return c.errLost() // it is asked whether its session is still there
+	}
 	// A connection that died while idle says nothing about the server, so another one is asked. Any other answer is one: the
 	// server's, or a mock's, which expects as many pings as were sent.
 	for tries := 0; ; tries++ {
@@ -571,7 +583,7 @@ func (c *conn) endPooled() {
 	case l.pooled:
 		c.end(false)
 	case l.pinned && (l.p == nil || l.p.closed()):
-		c.broken = l.p != nil
+		c.broken, c.once = l.p != nil, true
 		c.end(true)
 	case l.pinned && l.p.conn != nil && l.p.conn.PgConn().IsBusy():
 		// It was refused since the rows of another operation are open. The permit stays out until those are closed (I6).
@@ -755,7 +767,8 @@ func (s *stmt) Query([]driver.Value) (driver.Rows, error)  { return nil, errNoCo
 //	})
 //
 // Where the connection has none yet it takes a permit and a physical connection, and waits for them as a statement would;
-// both stay until the *sql.Conn is closed. The *pgx.Conn must not be used after Raw's function has returned, and should
+// both stay until the *sql.Conn is closed; below a wrapper that hides its return, until the logical connection is used again,
+// which SetMaxIdleConns(0) makes its close. The *pgx.Conn must not be used after Raw's function has returned, and should
 // not be closed. It follows the Raw() driver.Conn method of wrappers such as otelsql's. The error names what it found if
 // that leads to no connection of this package, or to one of another driver than pgx.
 func PgxConn(ctx context.Context, driverConn any) (*pgx.Conn, error) {

@@ -101,7 +101,7 @@ type Connector struct {
 	forget  func() // takes it out of opened, if Driver.Open made it; not the DSN itself, which would show where this is printed
 
 	returns atomic.Bool // an IsValid has told of a return: no wrapper hides it
-	hidden  sync.Once   // said that a wrapper does
+	hidden  atomic.Bool // said that a wrapper does
 	checked atomic.Bool // who calls Connect
 	lingers atomic.Bool // a wrapper above may hide Close
 	source  atomic.Pointer[source]
@@ -117,7 +117,8 @@ type Connector struct {
 // and the options, and connects to nothing: the pool is made with the first operation. An error names the setting, the
 // value and the range, and never quotes the DSN.
 //
-// The *sql.DB that is made of it closes it. Without one, call Close.
+// The *sql.DB that is made of it closes it. Call Close where there is none, or where a struct that embeds it as a
+// driver.Connector is between them: that hides Close from database/sql, and looks to us as if nothing were between.
 func NewConnector(dsn string, opts ...Option) (*Connector, error) {
 	d, err := parseDSN(dsn)
 	if err != nil {
@@ -397,10 +398,10 @@ func (c *Connector) physical(ctx context.Context) (*physical, error) {
 
 // warnHidden says once that a wrapper hides the return of connections.
 func (c *Connector) warnHidden() {
-	c.hidden.Do(func() {
+	if !c.hidden.Swap(true) { // a sync.Once would wait for itself where the log goes to this database
 		c.cfg.gate.log.Warn("pgxgated: a wrapper above hides when database/sql takes a connection back, so a *sql.Conn keeps its physical connection until it is used again: call SetMaxIdleConns(0)",
 			"gate", c.gate.name)
-	})
+	}
 }
 
 // brokenSource is a pool that could not be made.

@@ -297,6 +297,14 @@ type databaseSet struct {
 // add notes a database. Where several gates have one pool it warns, once for that pool, if their running permits together
 // are more than its p connections: the last to come then wait for a connection with a permit in hand.
 func (d *databaseSet) add(c *Connector, pool any, p int) {
+	if gates, running := d.crowded(c, pool, p); len(gates) > 0 {
+		c.cfg.gate.log.Warn("pgxgated: the gates over one pool have more running permits together than it has connections, so operations will wait for a connection with a permit in hand: lower gate_running, or use one gate with workloads",
+			"gates", gates, "running", running, "connections", p)
+	}
+}
+
+// crowded does so, and returns what is to be said: the lock must not be held where a log goes to a gated database.
+func (d *databaseSet) crowded(c *Connector, pool any, p int) (gates []string, running int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.open == nil {
@@ -304,10 +312,8 @@ func (d *databaseSet) add(c *Connector, pool any, p int) {
 	}
 	d.open[c] = pool
 	if pool == nil || p == 0 || d.warned[pool] {
-		return
+		return nil, 0
 	}
-	var gates []string
-	running := 0
 	seen := make(map[*Gate]bool)
 	for o, of := range d.open {
 		if of == pool && !seen[o.gate] {
@@ -316,12 +322,12 @@ func (d *databaseSet) add(c *Connector, pool any, p int) {
 			running += o.gate.Stats().Limits.Running
 		}
 	}
-	if len(gates) > 1 && running > p {
-		d.warned[pool] = true
-		slices.Sort(gates)
-		c.cfg.gate.log.Warn("pgxgated: the gates over one pool have more running permits together than it has connections, so operations will wait for a connection with a permit in hand: lower gate_running, or use one gate with workloads",
-			"gates", gates, "running", running, "connections", p)
+	if len(gates) < 2 || running <= p {
+		return nil, 0
 	}
+	d.warned[pool] = true
+	slices.Sort(gates)
+	return gates, running
 }
 
 func (d *databaseSet) remove(c *Connector) {

@@ -50,6 +50,7 @@ type physical struct {
 	conn       *pgx.Conn // nil: another driver
 	side       *pgxSide  // nil: another driver
 	hookedRows bool      // rows must go through an interceptor's RowsNext and RowsClose
+	traced     bool      // a tracer of the user's hears when rows are closed, and may panic
 }
 
 // rawConn is the innermost connection.
@@ -230,7 +231,7 @@ func (s *pgxSide) first(ctx context.Context, std *stdlib.Conn, back releaser) (*
 	if err != nil {
 		return nil, err
 	}
-	p := &physical{operations: ops, observer: o, raw: raw, conn: conn, side: s, hookedRows: len(s.c.cfg.interceptors) > 0}
+	p := &physical{operations: ops, observer: o, raw: raw, conn: conn, side: s, hookedRows: len(s.c.cfg.interceptors) > 0, traced: conn.Config().Tracer != nil}
 	conn.PgConn().CustomData()[s.key] = p
 	kept = true
 	s.locks.add(conn.PgConn())

@@ -6,8 +6,8 @@ import (
 	"reflect"
 )
 
-// rows are handed out instead of the driver's own where somebody must see them end: an interceptor's RowsClose, or the
-// operation itself where no hook tells of the connection's return. They have every optional interface; where the driver's
+// rows are handed out instead of the driver's own where somebody must see them end: an interceptor's RowsClose, a user's
+// tracer that may panic there (F17), or the operation itself where no hook tells of the connection's return. They have every optional interface; where the driver's
 // rows lack one, they answer as database/sql does for rows without it, so that nobody can tell (F14).
 type rows struct {
 	driver.Rows             // as the interceptors wrap it

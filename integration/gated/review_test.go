@@ -3,6 +3,7 @@ package gated
 import (
 	"context"
 	"database/sql"
+	"database/sql/driver"
 	"errors"
 	"log/slog"
 	"sync/atomic"
@@ -53,9 +54,15 @@ func TestConnectionThatDiedBeforeItsFirstUseCostsNothingOverSQLDB(t *testing.T) 
 	inner.SetMaxIdleConns(3)
 	r := overStdlib(t, dsn, inner)
 	for name, use := range map[string]func() error{
-		"Exec":  func() error { _, err := r.Exec("select 1"); return err },
-		"Begin": func() error { tx, err := r.Begin(); if err != nil { return err }; return tx.Rollback() },
-		"Ping":  r.Ping,
+		"Exec": func() error { _, err := r.Exec("select 1"); return err },
+		"Begin": func() error {
+			tx, err := r.Begin()
+			if err != nil {
+				return err
+			}
+			return tx.Rollback()
+		},
+		"Ping": r.Ping,
 	} {
 		inner.SetMaxIdleConns(-1) // none that the gate knows
 		inner.SetMaxIdleConns(3)
@@ -84,9 +91,12 @@ func TestHiddenPinnedKeepsItsPermitWhileItsRowsAreOpen(t *testing.T) {
 	leakFree(t)
 	dsn := pgtest.With(pgtest.With(pgtest.Shared(t).DSN(), "pool_max_conns", "2"), "gate_running", "2")
 	for name, other := range map[string]func(context.Context, *sql.Conn) error{
-		"Exec":    func(ctx context.Context, c *sql.Conn) error { _, err := c.ExecContext(ctx, "select 1"); return err },
-		"Query":   func(ctx context.Context, c *sql.Conn) error { _, err := c.QueryContext(ctx, "select 1"); return err }, //nolint:rowserrcheck,sqlclosecheck // it fails
-		"Prepare": func(ctx context.Context, c *sql.Conn) error { _, err := c.PrepareContext(ctx, "select 'new'"); return err }, //nolint:sqlclosecheck // it fails
+		"Exec":  func(ctx context.Context, c *sql.Conn) error { _, err := c.ExecContext(ctx, "select 1"); return err },
+		"Query": func(ctx context.Context, c *sql.Conn) error { _, err := c.QueryContext(ctx, "select 1"); return err }, //nolint:rowserrcheck,sqlclosecheck // it fails
+		"Prepare": func(ctx context.Context, c *sql.Conn) error {
+			_, err := c.PrepareContext(ctx, "select 'new'")
+			return err
+		}, //nolint:sqlclosecheck // it fails
 	} {
 		t.Run(name, func(t *testing.T) {
 			c, err := pgxgated.NewConnector(dsn)
@@ -150,3 +160,160 @@ func TestProofOverSQLDBWithChangingCredentials(t *testing.T) {
 		t.Errorf("%d drains unproven", n)
 	}
 }
+
+// I10: whoever pinned a connection may ask by a ping whether its session, with its locks, is still there. Once it is lost no
+// other session may answer.
+func TestPingOnAPinnedConnectionThatLostItsSession(t *testing.T) {
+	leakFree(t)
+	dsn := pgtest.With(pgtest.With(pgtest.Shared(t).DSN(), "pool_max_conns", "3"), "gate_running", "2")
+	see := newTruth(t, pgtest.Shared(t).DSN())
+	for name, wrap := range map[string]func(driver.Connector) driver.Connector{
+		"plain":           func(c driver.Connector) driver.Connector { return c },
+		"below a wrapper": func(c driver.Connector) driver.Connector { return hidingConnector{c} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, err := pgxgated.NewConnector(dsn)
+			must(t, err)
+			db := sql.OpenDB(wrap(c))
+			defer c.Close()
+			defer db.Close()
+			sc, err := db.Conn(t.Context())
+			must(t, err)
+			defer sc.Close()
+			see.terminate(backendOf(t, sc))
+			if _, err := sc.ExecContext(t.Context(), "select 1"); err == nil {
+				t.Fatal("the session was not lost")
+			}
+			err = sc.PingContext(t.Context())
+			if err == nil {
+				t.Error("another session answered the ping")
+			}
+			public(t, err)
+			must(t, db.PingContext(t.Context()))
+		})
+	}
+}
+
+// A log that goes to the database it is about must not make the driver wait for itself.
+func TestLogThatGoesToTheSameDatabase(t *testing.T) {
+	leakFree(t)
+	dsn := pgtest.With(pgtest.With(pgtest.Shared(t).DSN(), "pool_max_conns", "4"), "gate_running", "4")
+	var db *sql.DB
+	var said atomic.Int64
+	log := slog.New(handlerFunc(func(r slog.Record) {
+		if db != nil {
+			said.Add(1)
+			if _, err := db.Exec("select 'logged'"); err != nil {
+				t.Error(err)
+			}
+		}
+	}))
+	c, err := pgxgated.NewConnector(dsn, pgxgated.WithLogger(log))
+	must(t, err)
+	db = sql.OpenDB(hidingConnector{c})
+	defer c.Close()
+	defer db.Close()
+	// Two idle logical connections that were used: the second is taken for the log.
+	a, err := db.Query("select 1")
+	must(t, err)
+	b, err := db.Query("select 1")
+	must(t, err)
+	must(t, errors.Join(a.Err(), a.Close(), b.Err(), b.Close()))
+	_, err = db.Exec("select 1")
+	must(t, err)
+	if n := said.Load(); n != 1 {
+		t.Errorf("logged %d times, want the one warning", n)
+	}
+}
+
+type handlerFunc func(slog.Record)
+
+func (handlerFunc) Enabled(context.Context, slog.Level) bool        { return true }
+func (h handlerFunc) Handle(_ context.Context, r slog.Record) error { h(r); return nil }
+func (h handlerFunc) WithAttrs([]slog.Attr) slog.Handler            { return h }
+func (h handlerFunc) WithGroup(string) slog.Handler                 { return h }
+
+// F6: where a wrapper hides the return, one *sql.Conn that lost its session must not spoil its logical connection for all who
+// get it later, nor keep a permit.
+func TestHiddenPinnedThatLostItsSessionIsUsableByOthersLater(t *testing.T) {
+	leakFree(t)
+	dsn := pgtest.With(pgtest.With(pgtest.Shared(t).DSN(), "pool_max_conns", "2"), "gate_running", "2")
+	see := newTruth(t, pgtest.Shared(t).DSN())
+	for name, lose := range map[string]func(context.Context, *sql.Conn) error{
+		"in a statement": func(ctx context.Context, sc *sql.Conn) error {
+			_, err := sc.ExecContext(ctx, "select pg_sleep(60)")
+			return err
+		},
+		"inside Raw": func(ctx context.Context, sc *sql.Conn) error {
+			return sc.Raw(func(dc any) error {
+				pc, err := pgxgated.PgxConn(ctx, dc)
+				if err != nil {
+					return err
+				}
+				_, err = pc.Exec(ctx, "select pg_sleep(60)")
+				return err
+			})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, err := pgxgated.NewConnector(dsn)
+			must(t, err)
+			db := sql.OpenDB(unwrappingConnector{c})
+			defer c.Close()
+			defer db.Close()
+			sc, err := db.Conn(t.Context())
+			must(t, err)
+			b := backendOf(t, sc)
+			ctx, cancel := context.WithCancel(t.Context())
+			err2 := later(func() error { return lose(ctx, sc) })
+			see.working(b, "pg_sleep(60)")
+			cancel()
+			if err := <-err2; !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+			eventually(t, "the server is done with it", func() error {
+				if see.there(b) {
+					return errors.New("still there")
+				}
+				return nil
+			})
+			must(t, sc.Close())
+			told := 0
+			for range 10 {
+				sc, err := db.Conn(t.Context())
+				must(t, err)
+				if _, err := sc.ExecContext(t.Context(), "select 1"); err != nil {
+					told++
+				}
+				must(t, sc.Close())
+			}
+			if told > 1 {
+				t.Errorf("%d others were told that the connection is lost, want at most 1", told)
+			}
+			eventually(t, "the permit is back", func() error {
+				if s := c.Gate().Stats(); s.Running != 0 {
+					return errors.New("running")
+				}
+				return nil
+			})
+		})
+	}
+}
+
+// unwrappingConnector hides what hidingConnector does, but lets PgxConn through.
+type unwrappingConnector struct{ driver.Connector }
+
+func (c unwrappingConnector) Connect(ctx context.Context) (driver.Conn, error) {
+	dc, err := c.Connector.Connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &unwrapping{hide(dc).(*hiding), dc}, nil
+}
+
+type unwrapping struct {
+	*hiding
+	inner driver.Conn
+}
+
+func (u *unwrapping) Raw() driver.Conn { return u.inner }
