@@ -240,7 +240,8 @@ func (s *pgxSide) first(ctx context.Context, std *stdlib.Conn, back releaser) (*
 
 // serverQuery tells a backend's own pid, and which server it belongs to where several share an address that is a load
 // balancer's.
-const serverQuery = "select pg_catalog.pg_backend_pid(), pg_catalog.concat(pg_catalog.inet_server_addr(), ' ', pg_catalog.inet_server_port())"
+const serverQuery = "select pg_catalog.pg_backend_pid(), pg_catalog.concat(pg_catalog.inet_server_addr(), ' '," +
+	" pg_catalog.inet_server_port(), ' ', pg_catalog.current_setting('port'))" // over a unix socket only the last is known
 
 // checkPID finds out which server a connection leads to, and whether that is a pooler, which invents the pids it reports:
 // then a backend cannot be proven gone by its pid, and I6 ends at the pooler. One round trip per physical connection.
