@@ -475,7 +475,7 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 		c.endPooled()
 		return nil, err
 	}
-	if h := callOf(ctx).begins; h != nil {
+	if h := callIn(ctx).begins; h != nil {
 		h.gate = c.c.gate
 	}
 	t := &tx{c: c, ctx: ctx, in: in}
