@@ -31,7 +31,7 @@ func checkServer(t *testing.T) (see *truth, dsn string, allowed int) {
 	}
 	s := pgtest.New(t, settings...)
 	see = newTruth(t, s.DSN())
-	see.exec("create role app login password 'secret'")
+	see.Exec("create role app login password 'secret'")
 	return see, as(s.DSN(), "app"), allowed
 }
 
@@ -85,25 +85,25 @@ func TestCheckEachRule(t *testing.T) {
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 1}), "SetMaxOpenConns is 9, less than running + waiting = 4 + 6")
 	})
 	t.Run("the role's limit, of which others are not known to take", func(t *testing.T) {
-		see.exec("alter role app connection limit 12")
-		defer see.exec("alter role app connection limit -1")
+		see.Exec("alter role app connection limit 12")
+		defer see.Exec("alter role app connection limit -1")
 		r := open(t, dsn)
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 2, OtherClients: 1}))
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 3}),
 			`3 instances × (5 connections + 1 of the verifier) = 18, but the role "app" may have 12`)
 	})
 	t.Run("the database's limit", func(t *testing.T) {
-		see.exec("alter database postgres connection limit 12")
-		defer see.exec("alter database postgres connection limit -1")
+		see.Exec("alter database postgres connection limit 12")
+		defer see.Exec("alter database postgres connection limit -1")
 		r := open(t, dsn)
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 2, OtherClients: 1}))
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 3}), `= 18, but the database "postgres" allows 12`)
 	})
 	t.Run("a superuser has the reserved ones, and no other limit", func(t *testing.T) {
-		see.exec("create role super superuser login connection limit 1 password 'secret'")
-		defer see.exec("drop role super")
-		see.exec("alter database postgres connection limit 1")
-		defer see.exec("alter database postgres connection limit -1")
+		see.Exec("create role super superuser login connection limit 1 password 'secret'")
+		defer see.Exec("drop role super")
+		see.Exec("alter database postgres connection limit 1")
+		defer see.Exec("alter database postgres connection limit -1")
 		r := open(t, as(dsn, "super"))
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 5}))
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 5, OtherClients: 1}),
@@ -113,24 +113,24 @@ func TestCheckEachRule(t *testing.T) {
 		if pgtest.Shared(t).Version() < 16 {
 			t.Skip("reserved_connections needs PostgreSQL 16")
 		}
-		see.exec("grant pg_use_reserved_connections to app")
-		defer see.exec("revoke pg_use_reserved_connections from app")
+		see.Exec("grant pg_use_reserved_connections to app")
+		defer see.Exec("revoke pg_use_reserved_connections from app")
 		r := open(t, dsn)
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 4, OtherClients: 3}))
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 4, OtherClients: 4}), "the server allows 27")
 	})
 	t.Run("SET ROLE changes nothing", func(t *testing.T) {
-		see.exec("create role plain connection limit 0")
-		defer see.exec("drop role plain")
-		see.exec("grant plain to app")
+		see.Exec("create role plain connection limit 0")
+		defer see.Exec("drop role plain")
+		see.Exec("grant plain to app")
 		r := open(t, pgtest.With(dsn, "role", "plain"))
 		breaks(t, pgxgated.Check(ctx, r.DB, pgxgated.Budget{PeakInstances: 4}))
 	})
 	t.Run("all of them in one error", func(t *testing.T) {
-		see.exec("alter role app connection limit 11")
-		see.exec("alter database postgres connection limit 12")
-		defer see.exec("alter role app connection limit -1")
-		defer see.exec("alter database postgres connection limit -1")
+		see.Exec("alter role app connection limit 11")
+		see.Exec("alter database postgres connection limit 12")
+		defer see.Exec("alter role app connection limit -1")
+		defer see.Exec("alter database postgres connection limit -1")
 		r := open(t, dsn)
 		must(t, r.gate.SetLimits(pgxgated.Limits{Running: 6, Waiting: 6}))
 		r.SetMaxOpenConns(9)

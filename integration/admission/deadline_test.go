@@ -59,7 +59,7 @@ func TestServerDeadlineOnlyTightens(t *testing.T) {
 					if who == "role" {
 						alter = "alter role postgres in database %I set " + name + " = %L"
 					}
-					see.exec("do $$ begin execute format('" + alter[:len(alter)-2] + "''" + c.set + "''', current_database()); end $$")
+					see.Exec("do $$ begin execute format('" + alter[:len(alter)-2] + "''" + c.set + "''', current_database()); end $$")
 				}
 				r := one(t, dsn, handedOn)
 				before := timeoutsOf(t, r)
@@ -235,7 +235,7 @@ func deadlineDatabase(t *testing.T, session string) (dsn string, see *truth) {
 		names = append(names, "transaction_timeout")
 	}
 	for _, name := range names {
-		see.exec(fmt.Sprintf("do $$ begin execute format('alter database %%I set %s = ''%s''', current_database()); end $$", name, session))
+		see.Exec(fmt.Sprintf("do $$ begin execute format('alter database %%I set %s = ''%s''', current_database()); end $$", name, session))
 	}
 	return dsn, see
 }

@@ -27,7 +27,7 @@ func newTxRig(t *testing.T) *txRig {
 	t.Helper()
 	dsn := pgtest.Shared(t).Database(t)
 	see := newTruth(t, dsn)
-	see.exec("create table done (id int primary key deferrable initially deferred)")
+	see.Exec("create table done (id int primary key deferrable initially deferred)")
 	return &txRig{rig: one(t, dsn), see: see}
 }
 
@@ -47,10 +47,10 @@ func (r *txRig) ended(rows int) {
 	if err := r.busy(); err != nil {
 		r.t.Errorf("InTx has returned with %v", err)
 	}
-	if n := r.see.int("select count(*) from done"); n != rows {
+	if n := r.see.Int("select count(*) from done"); n != rows {
 		r.t.Errorf("%d rows committed, want %d", n, rows)
 	}
-	if n := r.see.int("select count(*) from pg_locks where locktype = 'transactionid' and database is null and pid in (select pid from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid())"); n != 0 {
+	if n := r.see.Int("select count(*) from pg_locks where locktype = 'transactionid' and database is null and pid in (select pid from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid())"); n != 0 {
 		r.t.Errorf("%d transactions open on the server", n)
 	}
 }
@@ -93,7 +93,7 @@ func TestInTxOnPostgreSQL(t *testing.T) {
 	})
 	t.Run("returns the server's error in COMMIT as it is", func(t *testing.T) {
 		r := newTxRig(t)
-		r.see.exec("insert into done values (1)")
+		r.see.Exec("insert into done values (1)")
 		got, err := pgxgated.InTx(t.Context(), r.DB, nil, insert(func() error { return nil }))
 		r.ended(1)
 		bare(t, err, "23505")
@@ -222,8 +222,8 @@ func TestInTxUngated(t *testing.T) {
 	leakFree(t)
 	dsn := pgtest.Shared(t).Database(t)
 	see := newTruth(t, dsn)
-	see.exec("create table done (id int primary key)")
-	db := stdlib.OpenDB(*see.conn.Config())
+	see.Exec("create table done (id int primary key)")
+	db := stdlib.OpenDB(*see.Conn.Config())
 	defer db.Close()
 	db.SetMaxOpenConns(1) // a helper that asked the database in between would wait for itself
 	got, err := pgxgated.InTx(t.Context(), db, nil, insert(func() error { return nil }))

@@ -17,7 +17,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"go.uber.org/goleak"
@@ -113,43 +112,20 @@ func must(t *testing.T, err error) {
 
 // truth asks the server past every gate.
 type truth struct {
-	t    *testing.T
-	mu   sync.Mutex
-	conn *pgx.Conn
+	*pgtest.Observer
+	t *testing.T
 }
 
 func newTruth(t *testing.T, dsn string) *truth {
 	t.Helper()
-	conn, err := pgx.Connect(t.Context(), dsn)
-	must(t, err)
-	t.Cleanup(func() { _ = conn.Close(context.Background()) }) // the server may be gone
-	return &truth{t: t, conn: conn}
-}
-
-func (s *truth) exec(query string, args ...any) {
-	s.t.Helper()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if _, err := s.conn.Exec(context.Background(), query, args...); err != nil {
-		s.t.Fatalf("%s: %v", query, err)
-	}
-}
-
-func (s *truth) int(query string, args ...any) (n int) {
-	s.t.Helper()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if err := s.conn.QueryRow(context.Background(), query, args...).Scan(&n); err != nil {
-		s.t.Fatalf("%s: %v", query, err)
-	}
-	return n
+	return &truth{pgtest.Observe(t, dsn), t}
 }
 
 // becomes waits until the query counts want.
 func (s *truth) becomes(what string, want int, query string, args ...any) {
 	s.t.Helper()
 	eventually(s.t, what, func() error {
-		if n := s.int(query, args...); n != want {
+		if n := s.Int(query, args...); n != want {
 			return fmt.Errorf("%d, want %d", n, want)
 		}
 		return nil

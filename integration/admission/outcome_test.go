@@ -55,14 +55,14 @@ func newOutcomeRig(t *testing.T, opts ...pgxgated.Option) *outcomeRig {
 	t.Helper()
 	dsn := pgtest.Shared(t).Database(t)
 	see := newTruth(t, dsn)
-	see.exec(outcomeSchema)
+	see.Exec(outcomeSchema)
 	p := newProxy(t, dsn)
 	return &outcomeRig{rig: one(t, p.through(dsn), opts...), p: p, see: see, dsn: dsn}
 }
 
 func (r *outcomeRig) rows() int {
 	r.t.Helper()
-	return r.see.int("select count(*) from orders")
+	return r.see.Int("select count(*) from orders")
 }
 
 // order inserts a row in a transaction and fails the test unless it ends with an unknown outcome.
@@ -169,7 +169,7 @@ func TestOutcomeNoAnswerWithinCommitTimeout(t *testing.T) {
 // The server is still at it, whoever asks waits until his context is done, and may ask again.
 func TestOutcomeStillInProgress(t *testing.T) {
 	r := newOutcomeRig(t, tracking, pgxgated.WithDrainGrace(time.Minute)) // let it work on
-	r.see.exec("select pg_advisory_lock(1)")
+	r.see.Exec("select pg_advisory_lock(1)")
 	ended := make(chan error, 1)
 	go func() { ended <- r.order(t.Context(), "waits") }()
 	r.see.becomes("COMMIT waits", 1, "select count(*) from pg_locks where locktype = 'advisory' and not granted")
@@ -186,7 +186,7 @@ func TestOutcomeStillInProgress(t *testing.T) {
 	if r.rows() != 0 {
 		t.Error("committed already: the test is wrong")
 	}
-	r.see.exec("select pg_advisory_unlock(1)")
+	r.see.Exec("select pg_advisory_unlock(1)")
 	r.resolves(err, pgxgated.OutcomeCommitted)
 	r.commits(1)
 }
@@ -251,13 +251,13 @@ func TestOutcomeForgottenByTheServer(t *testing.T) {
 	server := pgtest.New(t)
 	dsn := server.Database(t)
 	see := newTruth(t, dsn)
-	see.exec(outcomeSchema)
+	see.Exec(outcomeSchema)
 	p := newProxy(t, dsn)
 	r := &outcomeRig{rig: one(t, p.through(dsn), tracking), p: p, see: see, dsn: dsn}
 	p.next(cutAfter)
 	err := r.order(t.Context(), "")
 	r.resolves(err, pgxgated.OutcomeCommitted)
-	see.exec("update pg_database set datallowconn = true where datname = 'template0'")
+	see.Exec("update pg_database set datallowconn = true where datname = 'template0'")
 	for _, name := range []string{"template0", "template1", "postgres", ""} {
 		at := dsn
 		if name != "" {
@@ -266,7 +266,7 @@ func TestOutcomeForgottenByTheServer(t *testing.T) {
 			u.Path = "/" + name
 			at = u.String()
 		}
-		newTruth(t, at).exec("vacuum (freeze)")
+		newTruth(t, at).Exec("vacuum (freeze)")
 	}
 	must(t, server.Restart(t.Context()))
 	r.unresolved(t.Context(), err, "forgotten")
@@ -337,10 +337,10 @@ func TestOutcomeKnownFromTheServersAnswer(t *testing.T) {
 func TestOutcomeTrackingFails(t *testing.T) {
 	dsn := pgtest.Shared(t).Database(t)
 	see := newTruth(t, dsn)
-	see.exec(outcomeSchema)
+	see.Exec(outcomeSchema)
 	role := appRole(t, see)
-	see.exec("revoke execute on function pg_current_xact_id_if_assigned() from public")
-	see.exec("grant all on orders to " + role)
+	see.Exec("revoke execute on function pg_current_xact_id_if_assigned() from public")
+	see.Exec("grant all on orders to " + role)
 	p := newProxy(t, dsn)
 	r := &outcomeRig{rig: one(t, as(p.through(dsn), role), tracking), p: p, see: see, dsn: dsn}
 	_, err := pgxgated.InTx(t.Context(), r.DB, nil, func(ctx context.Context, tx *sql.Tx) (int, error) {
@@ -370,7 +370,7 @@ func TestOutcomeConnectionCutInTracking(t *testing.T) {
 // COMMIT is not interrupted by the caller's cancellation: a late answer is better than an unknown outcome.
 func TestOutcomeOfACommitWhoseCallerIsGone(t *testing.T) {
 	r := newOutcomeRig(t, tracking)
-	r.see.exec("select pg_advisory_lock(1)")
+	r.see.Exec("select pg_advisory_lock(1)")
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	ended := make(chan error, 1)
@@ -383,7 +383,7 @@ func TestOutcomeOfACommitWhoseCallerIsGone(t *testing.T) {
 	}()
 	r.see.becomes("COMMIT waits", 1, "select count(*) from pg_locks where locktype = 'advisory' and not granted")
 	cancel()
-	r.see.exec("select pg_advisory_unlock(1)")
+	r.see.Exec("select pg_advisory_unlock(1)")
 	if err := <-ended; err != nil || r.rows() != 1 {
 		t.Errorf("%v, %d rows", err, r.rows())
 	}
@@ -392,11 +392,11 @@ func TestOutcomeOfACommitWhoseCallerIsGone(t *testing.T) {
 // appRole makes a role without privileges that may log in, named after its database so that servers can be shared.
 func appRole(t *testing.T, see *truth) string {
 	t.Helper()
-	role := "app_" + see.conn.Config().Database
-	see.exec("create role " + role + " login password 'secret'")
+	role := "app_" + see.Conn.Config().Database
+	see.Exec("create role " + role + " login password 'secret'")
 	t.Cleanup(func() {
-		see.exec("drop owned by " + role)
-		see.exec("drop role " + role)
+		see.Exec("drop owned by " + role)
+		see.Exec("drop role " + role)
 	})
 	return role
 }

@@ -103,8 +103,8 @@ func TestStorm(t *testing.T) {
 	}
 	dsn := pgtest.Shared(t).Database(t)
 	see := newTruth(t, dsn)
-	see.exec(stormSchema)
-	over := func() int { return see.int("select case when is_called then last_value else 0 end from over_limits") }
+	see.Exec(stormSchema)
+	over := func() int { return see.Int("select case when is_called then last_value else 0 end from over_limits") }
 
 	var plain *stormResult
 	t.Run("database-sql", func(t *testing.T) {

@@ -76,7 +76,7 @@ func TestWorkloadBudget(t *testing.T) {
 				gate := pgxgated.GateOf(db)
 				b := pgxgated.WithWorkload(t.Context(), "b")
 
-				see.exec("select pg_advisory_lock(1)")
+				see.Exec("select pg_advisory_lock(1)")
 				var wg sync.WaitGroup
 				for range 5 {
 					wg.Go(func() {
@@ -104,7 +104,7 @@ func TestWorkloadBudget(t *testing.T) {
 				if s := gate.Stats(); s.Workloads["b"].Running != 5 || s.Workloads["b"].AdmissionFull != 1 || s.AdmissionFull != 1 {
 					t.Errorf("%+v", s)
 				}
-				see.exec("select pg_advisory_unlock(1)")
+				see.Exec("select pg_advisory_unlock(1)")
 				wg.Wait()
 				if s := gate.Stats(); s.Running != 0 || s.Workloads["b"].Running != 0 {
 					t.Errorf("%+v", s)

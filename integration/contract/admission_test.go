@@ -106,7 +106,7 @@ var admission = []condition{
 	}},
 	{22, overflow, "", "Never more than the limit runs, whatever the callers do", func(e *env) {
 		g := e.open(3, 8)
-		e.see.exec("create table most (n int); insert into most values (0)")
+		e.see.Exec("create table most (n int); insert into most values (0)")
 		var all sync.WaitGroup
 		for range 24 {
 			all.Go(func() {

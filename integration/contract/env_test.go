@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -38,10 +37,7 @@ func newEnv(t *testing.T) *env {
 	t.Helper()
 	server := pgtest.Shared(t)
 	e := &env{T: t, server: server, dsn: server.Database(t)}
-	conn, err := pgx.Connect(t.Context(), e.dsn)
-	e.must(err)
-	e.see = &observer{e: e, conn: conn}
-	t.Cleanup(func() { _ = conn.Close(context.Background()) })
+	e.see = &observer{pgtest.Observe(t, e.dsn), e}
 	t.Cleanup(e.close) // where the condition failed before done
 	return e
 }
@@ -128,7 +124,7 @@ func (e *env) done() {
 	}
 	e.close()
 	e.eventually("no session is left on the server", func() error {
-		if n := e.see.int("select count(*) from pg_stat_activity where datname = current_database() and backend_type = 'client backend' and pid <> pg_backend_pid()"); n != 0 {
+		if n := e.see.Int("select count(*) from pg_stat_activity where datname = current_database() and backend_type = 'client backend' and pid <> pg_backend_pid()"); n != 0 {
 			return fmt.Errorf("%d are", n)
 		}
 		return nil
@@ -344,35 +340,15 @@ func (g *gated) released(f func()) {
 
 // observer asks the server past every gate.
 type observer struct {
-	e    *env
-	mu   sync.Mutex
-	conn *pgx.Conn
-}
-
-func (o *observer) exec(query string, args ...any) {
-	o.e.Helper()
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if _, err := o.conn.Exec(context.Background(), query, args...); err != nil {
-		o.e.Fatalf("%s: %v", query, err)
-	}
-}
-
-func (o *observer) int(query string, args ...any) (n int) {
-	o.e.Helper()
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if err := o.conn.QueryRow(context.Background(), query, args...).Scan(&n); err != nil {
-		o.e.Fatalf("%s: %v", query, err)
-	}
-	return n
+	*pgtest.Observer
+	e *env
 }
 
 // working waits until the backend is in a statement with this text, and sleeps in it: its text shows before it has begun.
 func (o *observer) working(pid int, text string) {
 	o.e.Helper()
 	o.e.eventually("the backend is at work", func() error {
-		if o.int("select count(*) from pg_stat_activity where pid = $1 and state = 'active' and query like '%' || $2 || '%' and wait_event in ('PgSleep', 'ClientRead')", pid, text) == 0 {
+		if o.Int("select count(*) from pg_stat_activity where pid = $1 and state = 'active' and query like '%' || $2 || '%' and wait_event in ('PgSleep', 'ClientRead')", pid, text) == 0 {
 			return errors.New("it is not")
 		}
 		return nil
@@ -381,13 +357,13 @@ func (o *observer) working(pid int, text string) {
 
 func (o *observer) there(pid int) bool {
 	o.e.Helper()
-	return o.int("select count(*) from pg_stat_activity where pid = $1", pid) > 0
+	return o.Int("select count(*) from pg_stat_activity where pid = $1", pid) > 0
 }
 
 // terminate ends a backend from outside and waits until it is gone.
 func (o *observer) terminate(pid int) {
 	o.e.Helper()
-	o.exec("select pg_terminate_backend($1)", pid)
+	o.Exec("select pg_terminate_backend($1)", pid)
 	o.e.eventually("the terminated backend is gone", func() error {
 		if o.there(pid) {
 			return errors.New("still there")
@@ -399,14 +375,14 @@ func (o *observer) terminate(pid int) {
 // free tells whether nobody holds the advisory lock.
 func (o *observer) free(key int) bool {
 	o.e.Helper()
-	return o.int(`select count(*) from pg_locks l join pg_database d on d.oid = l.database
+	return o.Int(`select count(*) from pg_locks l join pg_database d on d.oid = l.database
 		where d.datname = current_database() and locktype = 'advisory' and objid = $1 and granted`, key) == 0
 }
 
 // stubborn defines a function that takes so many seconds and swallows every cancel meanwhile. One that arrives between two
 // rounds of the inner loop, where nobody would catch it, ends in the outer one.
 func (o *observer) stubborn() {
-	o.exec(`create function stubborn(seconds float) returns void language plpgsql as $$
+	o.Exec(`create function stubborn(seconds float) returns void language plpgsql as $$
 declare until timestamptz := clock_timestamp() + make_interval(secs => seconds);
 begin
 	while clock_timestamp() < until loop
@@ -425,7 +401,7 @@ end $$`)
 
 // slowCommit makes a table whose inserts make COMMIT take so many seconds.
 func (o *observer) slowCommit(seconds string) {
-	o.exec(`create table slow (id int);
+	o.Exec(`create table slow (id int);
 create function slow() returns trigger language plpgsql as $$ begin perform pg_sleep(` + seconds + `); return null; end $$;
 create constraint trigger slow after insert on slow deferrable initially deferred for each row execute function slow()`)
 }
@@ -434,15 +410,15 @@ create constraint trigger slow after insert on slow deferrable initially deferre
 func (e *env) role(password string, connections int) string {
 	e.Helper()
 	name := "role_" + e.see.name()
-	e.see.exec(fmt.Sprintf("create role %s login password '%s' connection limit %d", name, password, connections))
-	e.Cleanup(func() { e.see.exec("drop owned by " + name + "; drop role " + name) })
+	e.see.Exec(fmt.Sprintf("create role %s login password '%s' connection limit %d", name, password, connections))
+	e.Cleanup(func() { e.see.Exec("drop owned by " + name + "; drop role " + name) })
 	u, err := url.Parse(e.dsn)
 	e.must(err)
 	u.User = url.UserPassword(name, password)
 	return u.String()
 }
 
-func (o *observer) name() string { return o.conn.Config().Database }
+func (o *observer) name() string { return o.Conn.Config().Database }
 
 // logs keeps what was logged.
 type logs struct {

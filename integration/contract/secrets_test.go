@@ -67,7 +67,7 @@ func TestNoSecretShows(t *testing.T) {
 	e := newEnv(t)
 	s := &seen{t: t, texts: make(map[string][]string)}
 	dsn := strings.Replace(e.role("x", -1), ":x@", ":"+url.QueryEscape(secretPassword)+"@", 1)
-	e.see.exec("alter role role_" + e.see.name() + " password '" + secretPassword + "'")
+	e.see.Exec("alter role role_" + e.see.name() + " password '" + secretPassword + "'")
 	u, err := url.Parse(dsn)
 	e.must(err)
 	keywords := fmt.Sprintf("host=%s port=%s user=%s dbname=%s password='%s' sslmode=disable", u.Hostname(), u.Port(), u.User.Username(), e.see.name(), secretPassword)

@@ -72,7 +72,7 @@ var afterwards = []condition{
 	{45, callerGone, "", "A permit whose backend cannot be proven gone comes back after gate_drain_limit, counted and logged once", func(e *env) {
 		e.see.stubborn()
 		e.dsn = e.role("x", -1)
-		e.see.exec("revoke execute on function pg_terminate_backend from public")
+		e.see.Exec("revoke execute on function pg_terminate_backend from public")
 		g := e.open(1, 3, pgxgated.WithDrainGrace(100*time.Millisecond), pgxgated.WithDrainLimit(300*time.Millisecond))
 		ctx, cancel := context.WithCancel(e.Context())
 		c := g.conn()
@@ -136,7 +136,7 @@ var afterwards = []condition{
 		}
 	}},
 	{48, callerGone, "B04", "No statement of a cancelled transaction is ever seen, and no row lands in another's", func(e *env) {
-		e.see.exec("create table t (tx int, kept bool)")
+		e.see.Exec("create table t (tx int, kept bool)")
 		g := e.open(1, 1)
 		var all sync.WaitGroup
 		for c := range 4 {
@@ -172,10 +172,10 @@ var afterwards = []condition{
 		}
 		all.Wait()
 		g.idle()
-		if n := e.see.int("select count(*) from t where not kept"); n != 0 {
+		if n := e.see.Int("select count(*) from t where not kept"); n != 0 {
 			e.Errorf("%d rows of cancelled transactions", n)
 		}
-		if n := e.see.int("select count(*) from (select tx from t group by tx having count(*) = 3) s"); n != 120 {
+		if n := e.see.Int("select count(*) from (select tx from t group by tx having count(*) = 3) s"); n != 120 {
 			e.Errorf("%d whole transactions, want 120", n)
 		}
 	}},
@@ -224,7 +224,7 @@ var afterwards = []condition{
 		e.see.working(pid, "commit")
 		cancel()
 		e.must(soon(e, got))
-		if n := e.see.int("select count(*) from slow"); n != 1 {
+		if n := e.see.Int("select count(*) from slow"); n != 1 {
 			e.Errorf("%d rows, want 1", n)
 		}
 	}},
@@ -271,7 +271,7 @@ var serverSide = []condition{
 		}
 	}},
 	{54, serverTimeouts, "", "lock_timeout (55P03) arrives as it is, and costs no connection", func(e *env) {
-		e.see.exec("create table t (id int); insert into t values (1)")
+		e.see.Exec("create table t (id int); insert into t values (1)")
 		g := e.openWith(setup{b: 2, p: 2, pool: param("lock_timeout", "50")})
 		holder := g.begin()
 		e.exec(holder, "update t set id = 2")
@@ -287,7 +287,7 @@ var serverSide = []condition{
 		e.must(holder.Rollback())
 	}},
 	{55, serverTimeouts, "", "A deadlock (40P01) arrives as it is, and the other one goes on", func(e *env) {
-		e.see.exec("create table t (id int); insert into t values (1), (2)")
+		e.see.Exec("create table t (id int); insert into t values (1), (2)")
 		g := e.openWith(setup{b: 2, p: 2, pool: param("deadlock_timeout", "50")})
 		a, b := g.begin(), g.begin()
 		e.exec(a, "update t set id = id where id = 1")
@@ -354,7 +354,7 @@ const gettingOne = "Physical connections"
 
 var physicals = []condition{
 	{58, gettingOne, "", "Permits held and no connection within gate_pool_wait is ErrPoolTimeout, and the permits are back", func(e *env) {
-		g := e.open(1, 1, pgxgated.WithPoolWait(30*time.Millisecond))
+		g := e.open(1, 1, pgxgated.WithPoolWait(300*time.Millisecond)) // long enough for the first use of a connection, at the end
 		taken, err := g.pool.Acquire(e.Context())
 		e.must(err)
 		for range 3 {
@@ -622,7 +622,7 @@ const commitFails = "COMMIT that fails"
 
 var commits = []condition{
 	{71, commitFails, "", "A deferred constraint that fails in COMMIT is the server's error; rolled back, connection kept", func(e *env) {
-		e.see.exec("create table t (id int unique deferrable initially deferred)")
+		e.see.Exec("create table t (id int unique deferrable initially deferred)")
 		g := e.open(1, 1)
 		tx := g.begin()
 		pid := e.pid(tx)
@@ -633,12 +633,12 @@ var commits = []condition{
 		if e.pid(g) != pid {
 			e.Error("the connection was not kept")
 		}
-		if n := e.see.int("select count(*) from t"); n != 0 {
+		if n := e.see.Int("select count(*) from t"); n != 0 {
 			e.Errorf("%d rows", n)
 		}
 	}},
 	{72, commitFails, "", "A serialization failure (40001), also in COMMIT, is the server's error; one of two commits", func(e *env) {
-		e.see.exec("create table t (side int, n int); insert into t values (1, 1), (2, 1)")
+		e.see.Exec("create table t (side int, n int); insert into t values (1, 1), (2, 1)")
 		g := e.open(2, 2)
 		o := &sql.TxOptions{Isolation: sql.LevelSerializable}
 		a, err := g.BeginTx(e.Context(), o)
@@ -653,7 +653,7 @@ var commits = []condition{
 		g.whole(2)
 	}},
 	{73, commitFails, "E03", "COMMIT that runs into a limit of the server's is its error, nothing is committed, and who comes next starts clean", func(e *env) {
-		e.see.exec(`create table t (id int); create table locked ();
+		e.see.Exec(`create table t (id int); create table locked ();
 create function lock_it() returns trigger language plpgsql as $$ begin lock table locked; return null; end $$;
 create constraint trigger late after insert on t deferrable initially deferred for each row execute function lock_it()`)
 		g := e.open(2, 2)
@@ -682,7 +682,7 @@ create constraint trigger late after insert on t deferrable initially deferred f
 		e.see.terminate(pid)
 		e.is(soon(e, got), pgxgated.ErrOutcomeUnknown)
 		g.whole(1)
-		if n := e.see.int("select count(*) from slow"); n != 0 {
+		if n := e.see.Int("select count(*) from slow"); n != 0 {
 			e.Errorf("%d rows: it was sent again", n)
 		}
 	}},
@@ -718,7 +718,7 @@ create constraint trigger late after insert on t deferrable initially deferred f
 		}
 	}},
 	{77, commitFails, "", "A backend killed before COMMIT: Commit fails, nothing is committed, and driver.ErrBadConn is not what the caller sees", func(e *env) {
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		g := e.open(1, 2)
 		for _, noticed := range []bool{false, true} {
 			tx := g.begin()
@@ -738,7 +738,7 @@ create constraint trigger late after insert on t deferrable initially deferred f
 			}
 			g.whole(1)
 		}
-		if n := e.see.int("select count(*) from t"); n != 0 {
+		if n := e.see.Int("select count(*) from t"); n != 0 {
 			e.Errorf("%d rows", n)
 		}
 	}},

@@ -277,7 +277,7 @@ var pinned = []condition{
 		g.whole(1)
 	}},
 	{95, pinnedConns, "", "CopyFrom inside Raw works through PgxConn, in the transaction of the *sql.Conn", func(e *env) {
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		g := e.open(1, 1)
 		c := g.conn()
 		tx, err := c.BeginTx(e.Context(), nil)
@@ -293,7 +293,7 @@ var pinned = []condition{
 		g.runs(1)
 		e.must(tx.Rollback())
 		e.must(c.Close())
-		if n := e.see.int("select count(*) from t"); n != 0 {
+		if n := e.see.Int("select count(*) from t"); n != 0 {
 			e.Errorf("%d rows", n)
 		}
 	}},
@@ -329,7 +329,7 @@ var statements = []condition{
 		e.code(err, "42P01")
 	}},
 	{97, preparedStatements, "D06", "Fifty transactions that use a statement of the database, with one permit and one connection, do not lock each other up", func(e *env) {
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		g := e.open(1, 1)
 		st, err := g.Prepare("insert into t values ($1)")
 		e.must(err)
@@ -354,7 +354,7 @@ var statements = []condition{
 			})
 		}
 		all.Wait()
-		if n := e.see.int("select count(*) from t"); n != 50 {
+		if n := e.see.Int("select count(*) from t"); n != 50 {
 			e.Errorf("%d rows", n)
 		}
 		if n := scan[int](e, g, "select count(*) from pg_prepared_statements"); n > 4 {
@@ -362,7 +362,7 @@ var statements = []condition{
 		}
 	}},
 	{98, preparedStatements, "", "A statement whose table was changed is planned anew, without an error", func(e *env) {
-		e.see.exec("create table t (a int); insert into t values (1)")
+		e.see.Exec("create table t (a int); insert into t values (1)")
 		g := e.open(1, 1)
 		st, err := g.Prepare("select * from t")
 		e.must(err)
@@ -376,7 +376,7 @@ var statements = []condition{
 				e.Errorf("columns %v, want %d", columns, i+1)
 			}
 			e.must(rows.Close())
-			e.see.exec(fmt.Sprintf("alter table t add b%d int", i))
+			e.see.Exec(fmt.Sprintf("alter table t add b%d int", i))
 		}
 	}},
 	{99, preparedStatements, "H04", "Without named statements (simple_protocol, exec) nothing stays prepared on the backend", func(e *env) {
@@ -395,7 +395,7 @@ var statements = []condition{
 		}
 	}},
 	{100, textBegin, "", "A transaction begun and ended as text on a *sql.Conn runs under that connection's permit", func(e *env) {
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		g := e.open(1, 2)
 		c := g.conn()
 		for _, q := range []string{"begin", "insert into t values (1)", "commit"} {
@@ -404,7 +404,7 @@ var statements = []condition{
 		}
 		e.must(c.Close())
 		g.runs(0)
-		if n := e.see.int("select count(*) from t"); n != 1 {
+		if n := e.see.Int("select count(*) from t"); n != 1 {
 			e.Errorf("%d rows", n)
 		}
 	}},
@@ -423,13 +423,13 @@ var statements = []condition{
 		}
 	}},
 	{102, textBegin, "", "A BEGIN as text outside a *sql.Conn is never handed on to who comes next", func(e *env) {
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		g := e.open(1, 1)
 		for range 10 {
 			e.exec(g, "begin; insert into t values (1)")
 			e.exec(g, "commit") // of nothing: a warning
 		}
-		if n := e.see.int("select count(*) from t"); n != 0 {
+		if n := e.see.Int("select count(*) from t"); n != 0 {
 			e.Errorf("%d rows were committed by somebody else", n)
 		}
 	}},
@@ -472,7 +472,7 @@ const closes = "Close"
 
 var closing = []condition{
 	{105, closes, "", "Close with work out returns at once; the work finishes, who waits gets ErrClosed, and who comes is refused", func(e *env) {
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		g := e.open(1, 1)
 		tx := g.begin()
 		waiter := later(func() error { _, err := g.BeginTx(e.Context(), nil); return err })
@@ -485,7 +485,7 @@ var closing = []condition{
 		if _, err := g.BeginTx(e.Context(), nil); err == nil {
 			e.Error("began after Close")
 		}
-		if n := e.see.int("select count(*) from t"); n != 1 {
+		if n := e.see.Int("select count(*) from t"); n != 1 {
 			e.Errorf("%d rows", n)
 		}
 	}},

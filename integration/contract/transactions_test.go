@@ -19,24 +19,24 @@ const commitAndRollback = "Commit and rollback"
 var transactions = []condition{
 	{1, commitAndRollback, "", "What was committed is there, and its permit is back when Commit has returned", func(e *env) {
 		g := e.open(1, 1)
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		tx := g.begin()
 		e.exec(tx, "insert into t values (1)")
 		g.runs(1)
 		e.must(tx.Commit())
 		g.runs(0)
-		if n := e.see.int("select count(*) from t"); n != 1 {
+		if n := e.see.Int("select count(*) from t"); n != 1 {
 			e.Errorf("%d rows, want 1", n)
 		}
 	}},
 	{2, commitAndRollback, "", "What was rolled back is not there, and its permit is back when Rollback has returned", func(e *env) {
 		g := e.open(1, 1)
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		tx := g.begin()
 		e.exec(tx, "insert into t values (1)")
 		e.must(tx.Rollback())
 		g.runs(0)
-		if n := e.see.int("select count(*) from t"); n != 0 {
+		if n := e.see.Int("select count(*) from t"); n != 0 {
 			e.Errorf("%d rows, want 0", n)
 		}
 	}},
@@ -97,7 +97,7 @@ var transactions = []condition{
 	}},
 	{6, commitAndRollback, "", "An error of the server in a transaction arrives as it is; rolled back, its connection is used again", func(e *env) {
 		g := e.open(1, 1)
-		e.see.exec("create table t (id int primary key)")
+		e.see.Exec("create table t (id int primary key)")
 		tx := g.begin()
 		pid := e.pid(tx)
 		e.exec(tx, "insert into t values (1)")
@@ -112,20 +112,20 @@ var transactions = []condition{
 	}},
 	{7, commitAndRollback, "C08", "Savepoints need no permit of their own", func(e *env) {
 		g := e.open(1, 1)
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		tx := g.begin()
 		for _, q := range []string{"insert into t values (1)", "savepoint a", "insert into t values (2)", "savepoint b", "insert into t values (3)", "rollback to savepoint a"} {
 			e.exec(tx, q)
 			g.runs(1)
 		}
 		e.must(tx.Commit())
-		if n := e.see.int("select sum(id) from t"); n != 1 {
+		if n := e.see.Int("select sum(id) from t"); n != 1 {
 			e.Errorf("sum %d, want 1", n)
 		}
 	}},
 	{8, commitAndRollback, "C09", "A write in a read-only transaction is the server's 25006", func(e *env) {
 		g := e.open(1, 1)
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		tx, err := g.BeginTx(e.Context(), &sql.TxOptions{ReadOnly: true})
 		e.must(err)
 		_, err = tx.Exec("insert into t values (1)")
@@ -155,7 +155,7 @@ var transactions = []condition{
 	}},
 	{11, commitAndRollback, "", "InTx rolls back where its function returns an error, and returns that error", func(e *env) {
 		g := e.open(1, 1)
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		mine := errors.New("mine")
 		_, err := pgxgated.InTx(e.Context(), g.DB, nil, func(ctx context.Context, tx *sql.Tx) (int, error) {
 			e.exec(tx, "insert into t values (1)")
@@ -165,7 +165,7 @@ var transactions = []condition{
 			e.Errorf("error %v", err)
 		}
 		g.runs(0)
-		if n := e.see.int("select count(*) from t"); n != 0 {
+		if n := e.see.Int("select count(*) from t"); n != 0 {
 			e.Errorf("%d rows", n)
 		}
 	}},
@@ -208,7 +208,7 @@ var callersThatPanic = []condition{
 	}},
 	{14, callerPanics, "", "A panic in the function of InTx rolls back and goes on", func(e *env) {
 		g := e.open(1, 1)
-		e.see.exec("create table t (id int)")
+		e.see.Exec("create table t (id int)")
 		caught := func() (v any) {
 			defer func() { v = recover() }()
 			_, _ = pgxgated.InTx(e.Context(), g.DB, nil, func(ctx context.Context, tx *sql.Tx) (int, error) {
@@ -217,7 +217,7 @@ var callersThatPanic = []condition{
 			})
 			return nil
 		}()
-		if n := e.see.int("select count(*) from t"); caught != "mine" || n != 0 {
+		if n := e.see.Int("select count(*) from t"); caught != "mine" || n != 0 {
 			e.Errorf("panic %v, %d rows", caught, n)
 		}
 		g.whole(1)
@@ -254,7 +254,7 @@ var mixedFailures = condition{16, endurance, "", "After 10,000 mixed failures ev
 	g := e.openWith(setup{b: 4, p: 6, waiting: 8, maxWait: 20 * time.Millisecond, opts: []pgxgated.Option{
 		pgxgated.WithDeadlineAdmission(true), pgxgated.WithPoolWait(time.Second), pgxgated.WithLogger((&logs{}).logger()),
 	}})
-	e.see.exec("create table t (id int primary key); insert into t values (1)")
+	e.see.Exec("create table t (id int primary key); insert into t values (1)")
 	const callers, rounds = 16, 625
 	var fails [callers]int
 	ends := make(chan struct{}, callers)

@@ -156,7 +156,7 @@ func TestBackendsTerminatedInMidTransaction(t *testing.T) {
 	l, _ := throughProxy(t, nil)
 	l.survives(func() {
 		repeat(20*time.Millisecond, func() {
-			l.see.int("select count(pg_terminate_backend(pid)) from (select pid from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid() and xact_start is not null order by random() limit 1) s")
+			l.see.Int("select count(pg_terminate_backend(pid)) from (select pid from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid() and xact_start is not null order by random() limit 1) s")
 		})
 	})
 }
@@ -176,7 +176,7 @@ func TestFailoverOfAllConnections(t *testing.T) {
 	l.survives(func() {
 		l.hasty.Store(true)
 		repeat(250*time.Millisecond, func() {
-			l.see.int("select count(pg_terminate_backend(pid)) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()")
+			l.see.Int("select count(pg_terminate_backend(pid)) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()")
 		})
 		l.hasty.Store(false)
 	})

@@ -86,7 +86,7 @@ type load struct {
 // start has callers at work through dsn; see asks the server directly.
 func start(t *testing.T, dsn string, see *observer, change func(*pgxpool.Config)) *load {
 	t.Helper()
-	see.exec(loadSchema)
+	see.Exec(loadSchema)
 	l := &load{
 		see: see, stop: make(chan struct{}), outcomes: make(map[int64]outcome), unknowns: make(map[int64]error),
 		gated: open(t, dsn, pgxgated.Limits{Running: loadRunning, Waiting: 2 * loadCallers, MaxWait: maxWait}, loadRunning+4, change,
@@ -257,16 +257,16 @@ func (l *load) survives(fault func()) {
 // check compares what the server has with what the callers were told.
 func (l *load) check() {
 	l.t.Helper()
-	if n := l.see.int("select case when is_called then last_value else 0 end from over_limits"); n != 0 || l.over.Load() != 0 {
+	if n := l.see.Int("select case when is_called then last_value else 0 end from over_limits"); n != 0 || l.over.Load() != 0 {
 		l.t.Errorf("I6: %d (server), %d (callers) times more than %d operations were at work", n, l.over.Load(), loadRunning)
 	}
-	if n := l.see.int("select count(*) from a full join b using (id) where a.id is null or b.id is null"); n != 0 {
+	if n := l.see.Int("select count(*) from a full join b using (id) where a.id is null or b.id is null"); n != 0 {
 		l.t.Errorf("%d transactions are half applied", n)
 	}
-	if n := l.see.int("select count(*) from (select id from a group by id having count(*) > 1) s"); n != 0 {
+	if n := l.see.Int("select count(*) from (select id from a group by id having count(*) > 1) s"); n != 0 {
 		l.t.Errorf("%d transactions are applied twice", n)
 	}
-	rows, err := l.see.conn.Query(context.Background(), "select id from a")
+	rows, err := l.see.Conn.Query(context.Background(), "select id from a")
 	must(l.t, err)
 	there := make(map[int64]bool)
 	for rows.Next() {

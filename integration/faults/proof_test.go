@@ -39,7 +39,7 @@ func place(t *testing.T) (dsn string, see *observer) {
 	t.Parallel()
 	dsn = pgtest.Shared(t).Database(t)
 	see = observe(t, dsn)
-	see.exec(stubborn)
+	see.Exec(stubborn)
 	return dsn, see
 }
 
@@ -49,8 +49,8 @@ var roles atomic.Int64
 func (o *observer) role(dsn string, connections int) string {
 	o.t.Helper()
 	name := fmt.Sprintf("role_%d_%d", os.Getpid(), roles.Add(1))
-	o.exec(fmt.Sprintf("create role %s login password 'x' connection limit %d", name, connections))
-	o.t.Cleanup(func() { o.exec("drop owned by " + name + "; drop role " + name) })
+	o.Exec(fmt.Sprintf("create role %s login password 'x' connection limit %d", name, connections))
+	o.t.Cleanup(func() { o.Exec("drop owned by " + name + "; drop role " + name) })
 	u, err := url.Parse(dsn)
 	must(o.t, err)
 	u.User = url.UserPassword(name, "x")
@@ -85,7 +85,7 @@ func (g *gated) proven(see *observer, pid int) {
 		if see.there(pid) {
 			g.t.Error("I6: the permit came back while the backend was there")
 		}
-		if see.int("select count(*) from pg_locks l join pg_database d on d.oid = l.database where d.datname = current_database() and locktype = 'advisory' and objid = 7") != 0 {
+		if see.Int("select count(*) from pg_locks l join pg_database d on d.oid = l.database where d.datname = current_database() and locktype = 'advisory' and objid = 7") != 0 {
 			g.t.Error("I6: the permit came back while the lock was held")
 		}
 	})
@@ -119,7 +119,7 @@ func TestProofStatementThatSwallowsCancelIsTerminated(t *testing.T) {
 func TestProofStatementThatSwallowsCancelAndMayNotBeTerminated(t *testing.T) {
 	dsn, see := place(t)
 	role := see.role(dsn, -1)
-	see.exec("revoke execute on function pg_terminate_backend from public")
+	see.Exec("revoke execute on function pg_terminate_backend from public")
 	g := one(t, role, 3, nil, pgxgated.WithDrainGrace(300*time.Millisecond))
 	g.proven(see, g.abandon(see, swallows))
 	if n := g.gate.Stats().TerminatedBackends; n != 0 {
@@ -133,14 +133,14 @@ func TestProofStatementThatSwallowsCancelAndMayNotBeTerminated(t *testing.T) {
 func TestProofThatCannotBeHadEndsAtTheDrainLimit(t *testing.T) {
 	dsn, see := place(t)
 	role := see.role(dsn, -1)
-	see.exec("revoke execute on function pg_terminate_backend from public")
+	see.Exec("revoke execute on function pg_terminate_backend from public")
 	g := one(t, role, 3, nil, pgxgated.WithDrainGrace(100*time.Millisecond), pgxgated.WithDrainLimit(time.Second))
 	pid := g.abandon(see, "select stubborn(30)")
 	g.unproven(1)
 	if !see.there(pid) {
 		t.Error("the backend is gone: nothing was tried")
 	}
-	see.exec("select pg_terminate_backend($1)", pid)
+	see.Exec("select pg_terminate_backend($1)", pid)
 	see.gone(pid)
 }
 
@@ -173,7 +173,7 @@ func TestProofHalfOpenConnection(t *testing.T) {
 // A COPY is cut in the middle by the network, while its source still produces.
 func TestProofCopyCutInTheMiddle(t *testing.T) {
 	dsn, see := place(t)
-	see.exec("create table copied (line text)")
+	see.Exec("create table copied (line text)")
 	x := newToxic(t, dsn)
 	g := one(t, withHost(dsn, x.addr()), 3, nil)
 	for range 5 {
@@ -203,7 +203,7 @@ func TestProofCopyCutInTheMiddle(t *testing.T) {
 		g.proven(see, pid)
 		src.stop.Store(true)
 	}
-	if n := see.int("select count(*) from copied"); n != 0 {
+	if n := see.Int("select count(*) from copied"); n != 0 {
 		t.Errorf("%d rows of a COPY that was cut", n)
 	}
 }
@@ -346,7 +346,7 @@ func TestProofVerifierCut(t *testing.T) {
 				return
 			case <-time.After(10 * time.Millisecond):
 			}
-			cuts += see.int("select count(pg_terminate_backend(pid)) from pg_stat_activity where datname = current_database() and query like 'SET LOCAL search_path%'")
+			cuts += see.Int("select count(pg_terminate_backend(pid)) from pg_stat_activity where datname = current_database() and query like 'SET LOCAL search_path%'")
 		}
 	})
 	g.proven(see, pid)

@@ -588,7 +588,7 @@ func TestCloseWithWorkOutOfOwnPool(t *testing.T) {
 	must(t, tx.Rollback())
 	idle(t, g, nil)
 	eventually(t, "all sessions are closed", func() error {
-		if n := see.int("select count(*) from pg_stat_activity where application_name = 'own pool'"); n != 0 {
+		if n := see.Int("select count(*) from pg_stat_activity where application_name = 'own pool'"); n != 0 {
 			return fmt.Errorf("%d sessions", n)
 		}
 		return nil
@@ -806,7 +806,7 @@ func TestWrapperThatHidesTheReturn(t *testing.T) {
 					t.Errorf("after %s: running %d, waiting %d", what, s.Running, s.Waiting)
 				}
 			}
-			see.exec("create table t (n int)")
+			see.Exec("create table t (n int)")
 			_, err := db.Exec("insert into t values (1)")
 			must(t, err)
 			zero("Exec")
@@ -904,7 +904,7 @@ func TestWrapperThatHidesTheReturn(t *testing.T) {
 			zero("all at once")
 			must(t, db.Close())
 			eventually(t, "the pool is closed", func() error {
-				if n := see.int("select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"); n != 0 {
+				if n := see.Int("select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"); n != 0 {
 					return fmt.Errorf("%d sessions", n)
 				}
 				return nil

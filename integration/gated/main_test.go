@@ -183,38 +183,13 @@ func leakFree(t *testing.T) {
 
 // truth asks the server past every gate.
 type truth struct {
-	t    *testing.T
-	mu   sync.Mutex
-	conn *pgx.Conn
+	*pgtest.Observer
+	t *testing.T
 }
 
 func newTruth(t *testing.T, dsn string) *truth {
 	t.Helper()
-	conn, err := pgx.Connect(t.Context(), dsn)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = conn.Close(context.Background()) }) // the server may be gone
-	return &truth{t: t, conn: conn}
-}
-
-func (s *truth) exec(query string, args ...any) {
-	s.t.Helper()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if _, err := s.conn.Exec(context.Background(), query, args...); err != nil {
-		s.t.Fatalf("%s: %v", query, err)
-	}
-}
-
-func (s *truth) int(query string, args ...any) (n int) {
-	s.t.Helper()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if err := s.conn.QueryRow(context.Background(), query, args...).Scan(&n); err != nil {
-		s.t.Fatalf("%s: %v", query, err)
-	}
-	return n
+	return &truth{pgtest.Observe(t, dsn), t}
 }
 
 // backend is one server process.
@@ -241,15 +216,13 @@ func backendOf(t *testing.T, q queryer) (b backend) {
 // there tells whether the backend still exists.
 func (s *truth) there(b backend) bool {
 	s.t.Helper()
-	return s.int("select count(*) from pg_stat_activity where pid = $1 and backend_start = $2", b.pid, b.start) > 0
+	return s.Int("select count(*) from pg_stat_activity where pid = $1 and backend_start = $2", b.pid, b.start) > 0
 }
 
 // state is what pg_stat_activity says of the backend: "active", "idle in transaction", "" if it is gone.
 func (s *truth) state(b backend) (state string) {
 	s.t.Helper()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	err := s.conn.QueryRow(context.Background(), "select coalesce(state, '') from pg_stat_activity where pid = $1 and backend_start = $2", b.pid, b.start).Scan(&state)
+	err := s.Scan([]any{&state}, "select coalesce(state, '') from pg_stat_activity where pid = $1 and backend_start = $2", b.pid, b.start)
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
 		s.t.Fatal(err)
 	}
@@ -261,7 +234,7 @@ func (s *truth) state(b backend) (state string) {
 func (s *truth) working(b backend, statement string) {
 	s.t.Helper()
 	eventually(s.t, "the backend is at work", func() error {
-		if s.int("select count(*) from pg_stat_activity where pid = $1 and state = 'active' and query like $2 and wait_event in ('PgSleep', 'ClientRead')",
+		if s.Int("select count(*) from pg_stat_activity where pid = $1 and state = 'active' and query like $2 and wait_event in ('PgSleep', 'ClientRead')",
 			b.pid, "%"+statement+"%") == 1 {
 			return nil
 		}
@@ -272,13 +245,13 @@ func (s *truth) working(b backend, statement string) {
 // free tells whether nobody holds the advisory lock.
 func (s *truth) free(key int) bool {
 	s.t.Helper()
-	return s.int("select count(*) from pg_locks where locktype = 'advisory' and objid = $1 and granted", key) == 0
+	return s.Int("select count(*) from pg_locks where locktype = 'advisory' and objid = $1 and granted", key) == 0
 }
 
 // terminate ends a backend from outside and waits until it is gone.
 func (s *truth) terminate(b backend) {
 	s.t.Helper()
-	s.exec("select pg_terminate_backend($1)", b.pid)
+	s.Exec("select pg_terminate_backend($1)", b.pid)
 	eventually(s.t, "the terminated backend is gone", func() error {
 		if s.there(b) {
 			return errors.New("still there")

@@ -130,7 +130,7 @@ func (r *resets) cut(b backend, t *testing.T) {
 // defineStubborn makes functions that swallow cancels, in the schema of all sessions.
 func defineStubborn(r *rig) {
 	r.t.Helper()
-	r.see.exec(`create or replace function stubborn_for(seconds float) returns void language plpgsql as $$
+	r.see.Exec(`create or replace function stubborn_for(seconds float) returns void language plpgsql as $$
 declare until timestamptz := clock_timestamp() + make_interval(secs => seconds);
 begin
 	while clock_timestamp() < until loop
@@ -144,7 +144,7 @@ end $$`)
 
 func TestProofCopyCancelledWhileSourceProduces(t *testing.T) {
 	r := newRig(t, setup{dsn: pgtest.Shared(t).Database(t), opts: []pgxgated.Option{pgxgated.WithDrainGrace(100 * time.Millisecond)}})
-	r.see.exec("create table copied (line text)")
+	r.see.Exec("create table copied (line text)")
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	c, err := r.Conn(t.Context())
@@ -244,10 +244,10 @@ func TestProofFatal(t *testing.T) {
 				if where == "in a statement" {
 					late := later(func() error { _, err := p.tx.Exec("select pg_sleep(60)"); return err })
 					r.see.working(p.b, "pg_sleep(60)")
-					r.see.exec("select pg_terminate_backend($1)", p.b.pid)
+					r.see.Exec("select pg_terminate_backend($1)", p.b.pid)
 					err = <-late
 				} else {
-					r.see.exec("select pg_terminate_backend($1)", p.b.pid)
+					r.see.Exec("select pg_terminate_backend($1)", p.b.pid)
 					_, err = p.tx.Exec("select 1")
 				}
 				bare(t, err, "57P01")
@@ -384,8 +384,8 @@ func TestProofUnprivilegedRole(t *testing.T) {
 	dsn := pgtest.Shared(t).Database(t)
 	leakFree(t)
 	see := newTruth(t, dsn)
-	see.exec("create role plain login password 'plain'")
-	t.Cleanup(func() { see.exec("drop owned by plain; drop role plain") })
+	see.Exec("create role plain login password 'plain'")
+	t.Cleanup(func() { see.Exec("drop owned by plain; drop role plain") })
 	r := newRig(t, setup{dsn: dsn, pool: func(c *pgxpool.Config) {
 		c.ConnConfig.User, c.ConnConfig.Password = "plain", "plain"
 	}, opts: []pgxgated.Option{pgxgated.WithDrainGrace(100 * time.Millisecond)}})

@@ -128,8 +128,8 @@ func TestProofOverSQLDBWithChangingCredentials(t *testing.T) {
 	leakFree(t)
 	dsn := pgtest.Shared(t).Database(t)
 	see := newTruth(t, dsn)
-	see.exec("create role role_a login password 'x'; create role role_b login password 'x'")
-	t.Cleanup(func() { see.exec("drop role role_a; drop role role_b") })
+	see.Exec("create role role_a login password 'x'; create role role_b login password 'x'")
+	t.Cleanup(func() { see.Exec("drop role role_a; drop role role_b") })
 	var user atomic.Value
 	user.Store("role_a")
 	cfg, err := pgx.ParseConfig(dsn)
@@ -145,7 +145,7 @@ func TestProofOverSQLDBWithChangingCredentials(t *testing.T) {
 	user.Store("role_b")
 	inner.SetMaxIdleConns(-1) // the next connection is another one
 	inner.SetMaxIdleConns(2)
-	see.exec("alter role role_a nologin")
+	see.Exec("alter role role_a nologin")
 
 	ctx, cancel := context.WithCancel(t.Context())
 	p := r.begin(ctx)

@@ -82,7 +82,7 @@ func TestServerTruth(t *testing.T) {
 		t.Run(f.name, func(t *testing.T) {
 			leakFree(t)
 			dsn := pgtest.Shared(t).Database(t)
-			newTruth(t, dsn).exec(truthSchema)
+			newTruth(t, dsn).Exec(truthSchema)
 
 			t.Run("plain pgx", func(t *testing.T) {
 				db, err := sql.Open("pgx", dsn)
@@ -100,7 +100,7 @@ func TestServerTruth(t *testing.T) {
 				// What plain pgx left behind is still at work.
 				see := newTruth(t, dsn)
 				eventually(t, "the server is done with plain pgx", func() error {
-					if n := see.int("select count(*) from pg_stat_activity where datname = current_database() and backend_type = 'client backend'"); n > 2 {
+					if n := see.Int("select count(*) from pg_stat_activity where datname = current_database() and backend_type = 'client backend'"); n > 2 {
 						return fmt.Errorf("%d sessions", n)
 					}
 					return nil
@@ -129,7 +129,7 @@ func TestServerTruth(t *testing.T) {
 
 func overLimits(t *testing.T, dsn string) int {
 	t.Helper()
-	return newTruth(t, dsn).int("select case when is_called then last_value else 0 end from over_limits")
+	return newTruth(t, dsn).Int("select case when is_called then last_value else 0 end from over_limits")
 }
 
 type stormResult struct {

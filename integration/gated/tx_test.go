@@ -24,7 +24,7 @@ import (
 // is taken.
 func TestC09TxOptionsAreThoseOfPlainPgx(t *testing.T) {
 	r := newRig(t, setup{dsn: pgtest.Shared(t).Database(t)})
-	r.see.exec("create table t (n int)")
+	r.see.Exec("create table t (n int)")
 	plain, err := sql.Open("pgx", r.dsn)
 	must(t, err)
 	defer plain.Close()
@@ -71,7 +71,7 @@ func TestC09TxOptionsAreThoseOfPlainPgx(t *testing.T) {
 // E03 (1): COMMIT of a transaction that the server has aborted.
 func TestE03CommitOfAnAbortedTransaction(t *testing.T) {
 	r := newRig(t, setup{p: 1, dsn: pgtest.Shared(t).Database(t)})
-	r.see.exec("create table t (n int primary key)")
+	r.see.Exec("create table t (n int primary key)")
 	tx, err := r.Begin()
 	must(t, err)
 	b := backendOf(t, tx)
@@ -95,7 +95,7 @@ func (r *rig) nextIsClean(was backend, same bool) {
 	}
 	var state string
 	must(r.t, tx.QueryRow("select current_setting('transaction_isolation')").Scan(&state))
-	if n := r.see.int("select count(*) from pg_prepared_xacts"); n != 0 {
+	if n := r.see.Int("select count(*) from pg_prepared_xacts"); n != 0 {
 		r.t.Error("something is left prepared")
 	}
 }
@@ -108,7 +108,7 @@ create constraint trigger slowly after insert on t deferrable initially deferred
 // E03 (2): COMMIT that the server refuses, since what was deferred to it is ended.
 func TestE03CommitRefusedByTheServer(t *testing.T) {
 	r := newRig(t, setup{p: 1, dsn: pgtest.Shared(t).Database(t)})
-	r.see.exec(fmt.Sprintf(deferred, "60"))
+	r.see.Exec(fmt.Sprintf(deferred, "60"))
 	tx, err := r.Begin()
 	must(t, err)
 	b := backendOf(t, tx)
@@ -116,14 +116,14 @@ func TestE03CommitRefusedByTheServer(t *testing.T) {
 	must(t, err)
 	done := later(tx.Commit)
 	r.see.working(b, "commit")
-	r.see.exec("select pg_cancel_backend($1)", b.pid) // statement_timeout does not reach what COMMIT runs
+	r.see.Exec("select pg_cancel_backend($1)", b.pid) // statement_timeout does not reach what COMMIT runs
 	err = <-done
 	bare(t, err, "57014")
 	if errors.Is(err, pgxgated.ErrOutcomeUnknown) {
 		t.Error("an ERROR in COMMIT is a known outcome: rolled back")
 	}
 	r.nextIsClean(b, true)
-	if n := r.see.int("select count(*) from t"); n != 0 {
+	if n := r.see.Int("select count(*) from t"); n != 0 {
 		t.Errorf("%d rows, want 0", n)
 	}
 }
@@ -131,7 +131,7 @@ func TestE03CommitRefusedByTheServer(t *testing.T) {
 // E03 (3): the backend dies in COMMIT. The outcome is unknown, and nothing is tried again.
 func TestE03BackendKilledInCommit(t *testing.T) {
 	r := newRig(t, setup{p: 1, dsn: pgtest.Shared(t).Database(t)})
-	r.see.exec(fmt.Sprintf(deferred, "60"))
+	r.see.Exec(fmt.Sprintf(deferred, "60"))
 	tx, err := r.Begin()
 	must(t, err)
 	b := backendOf(t, tx)
@@ -139,7 +139,7 @@ func TestE03BackendKilledInCommit(t *testing.T) {
 	must(t, err)
 	done := later(tx.Commit)
 	r.see.working(b, "commit")
-	r.see.exec("select pg_terminate_backend($1)", b.pid)
+	r.see.Exec("select pg_terminate_backend($1)", b.pid)
 	err = <-done
 	public(t, err)
 	var pgErr *pgconn.PgError
@@ -151,7 +151,7 @@ func TestE03BackendKilledInCommit(t *testing.T) {
 
 func TestCommitTimeoutLeavesTheOutcomeUnknown(t *testing.T) {
 	r := newRig(t, setup{p: 1, dsn: pgtest.Shared(t).Database(t), opts: []pgxgated.Option{pgxgated.WithCommitTimeout(100 * time.Millisecond)}})
-	r.see.exec(fmt.Sprintf(deferred, "60"))
+	r.see.Exec(fmt.Sprintf(deferred, "60"))
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second) // what is left of it is more than the timeout, and counts
 	defer cancel()
 	tx, err := r.BeginTx(ctx, nil)
@@ -174,7 +174,7 @@ func TestCommitTimeoutLeavesTheOutcomeUnknown(t *testing.T) {
 // COMMIT outlives the caller's deadline and cancellation.
 func TestCommitIsNotInterruptedByTheCaller(t *testing.T) {
 	r := newRig(t, setup{p: 1, dsn: pgtest.Shared(t).Database(t)})
-	r.see.exec(fmt.Sprintf(deferred, "0.3"))
+	r.see.Exec(fmt.Sprintf(deferred, "0.3"))
 	ctx, cancel := context.WithCancel(t.Context())
 	tx, err := r.BeginTx(ctx, nil)
 	must(t, err)
@@ -185,7 +185,7 @@ func TestCommitIsNotInterruptedByTheCaller(t *testing.T) {
 	r.see.working(b, "commit")
 	cancel()
 	must(t, <-done)
-	if n := r.see.int("select count(*) from t"); n != 1 {
+	if n := r.see.Int("select count(*) from t"); n != 1 {
 		t.Errorf("%d rows, want 1", n)
 	}
 	r.nextIsClean(b, true)
@@ -194,7 +194,7 @@ func TestCommitIsNotInterruptedByTheCaller(t *testing.T) {
 // B03: deadlines that pass between statements. The lock is free at once, and connections are not used up.
 func TestB03RollbackWithADeadContextKeepsTheConnection(t *testing.T) {
 	r := newRig(t, setup{p: 2, dsn: pgtest.Shared(t).Database(t)})
-	r.see.exec("create table t (n int); insert into t values (0)")
+	r.see.Exec("create table t (n int); insert into t values (0)")
 	for range 200 {
 		ctx, cancel := context.WithCancel(t.Context())
 		tx, err := r.BeginTx(ctx, nil)
@@ -202,12 +202,12 @@ func TestB03RollbackWithADeadContextKeepsTheConnection(t *testing.T) {
 		_, err = tx.Exec("update t set n = n + 1")
 		must(t, err)
 		cancel()
-		r.see.exec("select from t for update") // waits for the row lock
+		r.see.Exec("select from t for update") // waits for the row lock
 		if err := tx.Commit(); !errors.Is(err, context.Canceled) && !errors.Is(err, sql.ErrTxDone) {
 			t.Errorf("Commit: %v", err)
 		}
 	}
-	if n := r.see.int("select n from t"); n != 0 {
+	if n := r.see.Int("select n from t"); n != 0 {
 		t.Errorf("%d transactions were committed", n)
 	}
 	if n := r.pool.Stat().NewConnsCount(); n > 2 {
@@ -218,7 +218,7 @@ func TestB03RollbackWithADeadContextKeepsTheConnection(t *testing.T) {
 // B04: no statement of a cancelled transaction runs outside it, and none in another's.
 func TestB04NoStatementOutsideItsTransaction(t *testing.T) {
 	r := newRig(t, setup{b: 1, p: 1, dsn: pgtest.Shared(t).Database(t)})
-	r.see.exec("create table t (tx bigint, mark int)")
+	r.see.Exec("create table t (tx bigint, mark int)")
 	n := 300
 	if os.Getenv("PGXGATED_LONG") == "1" {
 		n = 10_000
@@ -268,10 +268,10 @@ func TestB04NoStatementOutsideItsTransaction(t *testing.T) {
 	}
 	wg.Wait()
 	r.idle()
-	if n := r.see.int("select count(*) from t where mark = -1"); n != 0 {
+	if n := r.see.Int("select count(*) from t where mark = -1"); n != 0 {
 		t.Errorf("%d rows of cancelled transactions", n)
 	}
-	if n := r.see.int("select count(*) from (select tx from t group by tx having count(*) = 2)  x"); int64(n) != committed.Load() {
+	if n := r.see.Int("select count(*) from (select tx from t group by tx having count(*) = 2)  x"); int64(n) != committed.Load() {
 		t.Errorf("%d whole transactions, want %d", n, committed.Load())
 	}
 }
