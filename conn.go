@@ -63,6 +63,8 @@ var (
 //
 //	unbound → permit → physical connection → statements, transactions → IsValid or Close → unbound
 //
+// The physical connection comes from the pool, or with the permit from the operation before (Gate.handOn).
+//
 // How it learns of the return (F1, F2): database/sql calls IsValid when it takes a connection back, or Close where it
 // drops it, or both, so whichever comes first ends the lease. Where a wrapper above hides both, see endPooled.
 //
@@ -75,7 +77,7 @@ var (
 type conn struct {
 	c      *Connector
 	l      lease
-	waiter waiter // in the gate's queue, used again and again
+	w      *waits // to wait with
 	closed bool
 	used   bool // an operation has ended on it
 	stmts  int  // statements of it that are open
@@ -109,6 +111,9 @@ var errLost = errors.New("connection lost")
 // physical connection. What it returns an error for has been given back.
 func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 	l := &c.l
+	if c.closed {
+		return c.errLost()
+	}
 	if l.tx == nil {
 		hidden := !c.c.returns.Load()
 		if hidden {
@@ -139,16 +144,25 @@ func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 		}
 		return err
 	}
+	var handed *physical
+	var since time.Duration
 	if l.tx == nil && !l.gated && (c.c.cfg.scope == ScopeAll || k == kindRead || k == kindTx) {
-		h, err := c.c.gate.acquireAs(ctx, k, c.c.closing, &c.waiter)
+		h, err := c.c.gate.acquireAs(ctx, k, &c.c.member, &c.w.gate)
 		if err != nil {
 			return err
 		}
-		l.permit, l.gated = h, h != handle{}
+		l.permit, l.gated, since = h, h != handle{}, h.at
+		if with := c.w.gate.luggage(); with != nil {
+			if l.p == nil {
+				handed = with.(*physical)
+			} else {
+				with.giveBack()
+			}
+		}
 	}
 	if l.p == nil {
 		l.fresh, l.ok, l.things = true, true, 0
-		if err := c.take(ctx, l.permit.at); err != nil {
+		if err := c.take(ctx, since, handed); err != nil {
 			c.c.gate.release(l.permit, false)
 			*l = lease{}
 			return err
@@ -162,17 +176,19 @@ func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 	return nil
 }
 
-// take gets a physical connection for the lease. since is when the wait for it began, 0: now.
-func (c *conn) take(ctx context.Context, since time.Duration) error {
+// take gets a physical connection for the lease, handed or from the pool. since is when the wait for it began, 0: now.
+func (c *conn) take(ctx context.Context, since time.Duration, p *physical) (err error) {
 	g := c.c.gate
 	rec := g.sink.Load()
-	if rec != nil && since == 0 {
+	if since == 0 {
 		since = g.now()
 	}
-	returned := false
-	defer c.guard(&returned) // hooks of the pool may panic
-	p, err := c.c.physical(ctx)
-	returned = true
+	if p == nil {
+		returned := false
+		defer c.guard(&returned) // hooks of the pool may panic
+		p, err = c.c.physical(ctx, &c.w.pool, since)
+		returned = true
+	}
 	var now time.Duration
 	if rec != nil {
 		now = g.now()
@@ -214,7 +230,7 @@ func (c *conn) again(ctx context.Context, err *error, tries *int, begin bool) bo
 	p := l.p
 	l.p = nil
 	discard(p)
-	if took := c.take(ctx, 0); took != nil {
+	if took := c.take(ctx, 0, nil); took != nil {
 		*err = took // says more than what the dead connection said
 		return false
 	}
@@ -459,7 +475,9 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 	defer c.guard(&returned)
 	var in driver.Tx
 	var err error
-	inner := newTxContext(ctx, c.l.p.conn == nil || c.l.p.hookedRows)
+	t := &tx{c: c, ctx: ctx}
+	inner := &t.inner
+	inner.start(ctx, c.l.p.conn == nil || c.l.p.hookedRows)
 	for tries := 0; ; {
 		in, err = c.l.p.BeginTx(inner, opts)
 		if !c.again(ctx, &err, &tries, true) {
@@ -478,7 +496,7 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 	if h := callIn(ctx).begins; h != nil {
 		h.gate = c.c.gate
 	}
-	t := &tx{c: c, ctx: ctx, in: in}
+	t.in = in
 	c.l.tx = t
 	return t, nil
 }
@@ -501,13 +519,13 @@ func (c *conn) Ping(ctx context.Context) (err error) {
 		c.note(ctx, err)
 		return c.public(ctx, err)
 	}
-	if c.broken && (c.c.returns.Load() || pinnedCaller()) {
+	if c.closed || c.broken && (c.c.returns.Load() || pinnedCaller()) {
 		return c.errLost() // it is asked whether its session is still there
 	}
 	// A connection that died while idle says nothing about the server, so another one is asked. Any other answer is one: the
 	// server's, or a mock's, which expects as many pings as were sent.
 	for tries := 0; ; tries++ {
-		p, err := c.c.physical(ctx)
+		p, err := c.c.physical(ctx, &c.w.pool, c.c.gate.now())
 		if err != nil {
 			return err
 		}
@@ -528,7 +546,7 @@ func pingOnce(ctx context.Context, p *physical) (dead bool, err error) {
 			discard(p)
 			return
 		}
-		p.raw.giveBack()
+		p.giveBack()
 	}()
 	err = p.Ping(ctx)
 	returned = true
@@ -568,7 +586,8 @@ func (c *conn) Close() error {
 	c.end(c.l.raw || c.c.returns.Load())
 	if !c.closed {
 		c.closed = true
-		c.c.connClosed()
+		c.c.connClosed(c.w)
+		c.w = nil
 	}
 	return nil
 }
@@ -607,8 +626,12 @@ func (c *conn) end(destroy bool) {
 	case l.p == nil:
 		g.release(l.permit, false)
 	case !destroy && l.p.raw.usable():
-		l.p.raw.giveBack()
-		g.release(l.permit, l.ok && l.things == 1)
+		ok := l.ok && l.things == 1
+		if l.p.handOn && c.c.asking.Load() == 0 && g.handOn(l.permit, ok, &c.c.member, l.p, l.p.until) {
+			break
+		}
+		l.p.giveBack()
+		g.release(l.permit, ok)
 	case l.permit == handle{}:
 		discard(l.p)
 	case l.fresh && l.p.conn == nil:
@@ -622,6 +645,11 @@ func (c *conn) end(destroy bool) {
 
 func (c *conn) settle(o telemetry.Outcome) { c.c.gate.sink.Load().Transaction(o) }
 
+// Format is what is printed for a connection that Raw hands out: its timers change it at any time.
+func (c *conn) Format(s fmt.State, _ rune) {
+	fmt.Fprintf(s, "pgxgated connection of gate %q", c.c.gate.name)
+}
+
 // Begin and Prepare are required of a driver.Conn and not called on one with the methods above.
 func (c *conn) Begin() (driver.Tx, error) { return c.BeginTx(context.Background(), driver.TxOptions{}) }
 func (c *conn) Prepare(q string) (driver.Stmt, error) {
@@ -631,7 +659,7 @@ func (c *conn) Prepare(q string) (driver.Stmt, error) {
 // discard destroys a connection for which no permit waits. It does not block.
 func discard(p *physical) {
 	if p.closed() {
-		p.raw.giveBack()
+		p.giveBack()
 		return
 	}
 	go func() {
@@ -697,7 +725,7 @@ func (c *Connector) drain(l lease) {
 			return pg.CancelRequest(ctx)
 		}
 	}
-	p.raw.giveBack()
+	p.giveBack()
 	p.side.prove(b, pg)
 }
 

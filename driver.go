@@ -94,8 +94,8 @@ var opened struct {
 type Connector struct {
 	cfg     config
 	gate    *Gate
-	release func()        // gives the share in the gate back
-	closing chan struct{} // closed by Close
+	release func() // gives the share in the gate back
+	member  member // of the gate
 	texts   textCache
 	pgx     bool   // the pool is pgx's
 	forget  func() // takes it out of opened, if Driver.Open made it; not the DSN itself, which would show where this is printed
@@ -105,10 +105,12 @@ type Connector struct {
 	checked atomic.Bool // who calls Connect
 	lingers atomic.Bool // a wrapper above may hide Close
 	source  atomic.Pointer[source]
+	asking  atomic.Int32 // calls that ask the pool for a connection
 
 	mu     sync.Mutex // guards what follows; no I/O under it
 	make   func() (source, error)
 	conns  int         // logical connections
+	waits  *waits      // of those that were closed
 	linger *time.Timer // set while conns is 0 and lingers
 	closed bool
 }
@@ -124,7 +126,7 @@ func NewConnector(dsn string, opts ...Option) (*Connector, error) {
 	if err != nil {
 		return nil, fmt.Errorf("pgxgated: dsn: %w", err)
 	}
-	c := &Connector{cfg: defaultConfig(), closing: make(chan struct{}), pgx: true}
+	c := &Connector{cfg: defaultConfig(), pgx: true}
 	if err := errors.Join(c.cfg.applyDSN(d.keys), c.cfg.applyOptions(opts)); err != nil {
 		return nil, fmt.Errorf("pgxgated: %w", err)
 	}
@@ -193,7 +195,7 @@ func OpenDB(pool *sql.DB, opts ...Option) (*sql.DB, error) {
 
 // open makes a gated *sql.DB of a pool that exists.
 func open(pool any, label string, p int, setting string, opts []Option, make_ func(*Connector) (source, error)) (*sql.DB, error) {
-	c := &Connector{cfg: defaultConfig(), closing: make(chan struct{})}
+	c := &Connector{cfg: defaultConfig()}
 	if err := c.cfg.applyOptions(opts); err != nil {
 		return nil, fmt.Errorf("pgxgated: %w", err)
 	}
@@ -270,7 +272,7 @@ func (c *Connector) Close() error {
 	}
 	c.mu.Unlock()
 	databases.remove(c)
-	close(c.closing)
+	c.gate.closeMember(&c.member)
 	c.release()
 	if s := c.source.Load(); s != nil {
 		return (*s).close()
@@ -296,12 +298,20 @@ func (c *Connector) newConn() (driver.Conn, error) {
 		c.linger.Stop()
 		c.linger = nil
 	}
-	return &conn{c: c}, nil
+	w := c.waits
+	if w == nil {
+		w = new(waits)
+	} else {
+		c.waits, w.next = w.next, nil
+	}
+	return &conn{c: c, w: w}, nil
 }
 
-func (c *Connector) connClosed() {
+func (c *Connector) connClosed(w *waits) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	w.next = c.waits
+	c.waits = w
 	c.conns--
 	if c.conns == 0 && !c.closed && c.lingers.Load() {
 		c.linger = time.AfterFunc(lingerTime, c.stopIdle)
@@ -366,25 +376,32 @@ func (c *Connector) src() source {
 	return s
 }
 
-// physical takes a physical connection, waiting at most gate_pool_wait.
-func (c *Connector) physical(ctx context.Context) (*physical, error) {
+// physical takes a physical connection, waiting at most gate_pool_wait since a time of the gate's clock.
+func (c *Connector) physical(ctx context.Context, w *poolWait, since time.Duration) (*physical, error) {
 	s := c.src()
 	if s == nil {
 		return nil, c.errClosed()
 	}
-	bounded, wait := ctx, c.cfg.poolWait
-	if d, ok := ctx.Deadline(); !ok || time.Until(d) > wait {
-		var cancel context.CancelFunc
-		bounded, cancel = context.WithTimeout(ctx, wait)
-		defer cancel()
+	if err := ctx.Err(); err != nil {
+		return nil, err
 	}
+	bounded, wait := ctx, c.cfg.poolWait
+	from := c.gate.epoch.Add(since)
+	if d, ok := ctx.Deadline(); !ok || d.Sub(from) > wait {
+		pool, _ := s.(*poolSource)
+		bounded = w.begin(ctx, from, wait, pool != nil && pool.exact) // a hook may derive from it what is waited for
+		defer w.end()
+	}
+	c.asking.Add(1)
+	defer c.asking.Add(-1)
 	p, err := s.acquire(bounded)
 	switch {
 	case err == nil:
+		p.until = since + handOnFor
 		return p, nil
 	case ctx.Err() != nil:
 		return nil, ctx.Err()
-	case bounded.Err() != nil:
+	case bounded != ctx && (bounded.Err() != nil || !time.Now().Before(from.Add(wait))): // a driver may go by its deadline
 		size, out := s.size()
 		return nil, fmt.Errorf("pgxgated: gate %q: %w of %v (gate_pool_wait): %d of %d connections are out", c.gate.name, ErrPoolTimeout, wait, out, size)
 	case errors.Is(err, ErrClosed):

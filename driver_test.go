@@ -1247,3 +1247,190 @@ func connectorClosed(c *Connector) bool {
 	defer c.mu.Unlock()
 	return c.closed
 }
+
+// askingSource gives no connection, and asks the context as puddle and database/sql do: once before it waits, and again to
+// wait; or never again, as some other pool may.
+type askingSource struct{ twice bool }
+
+func (s askingSource) acquire(ctx context.Context) (*physical, error) {
+	done := ctx.Done()
+	select {
+	case <-done:
+		return nil, ctx.Err()
+	default:
+	}
+	if s.twice {
+		done = ctx.Done()
+	}
+	<-done
+	return nil, ctx.Err()
+}
+
+func (askingSource) size() (int, int) { return 4, 4 }
+func (askingSource) close() error     { return nil }
+
+// The wait for a physical connection ends with the caller's context or after gate_pool_wait, whichever comes first.
+func TestPoolWaitEnds(t *testing.T) {
+	for _, c := range []struct {
+		name          string
+		source        askingSource
+		cancel, after time.Duration // 0: never
+		deadline      time.Duration
+		err           error
+	}{
+		{"cancelled", askingSource{true}, 20 * time.Millisecond, 20 * time.Millisecond, 0, context.Canceled},
+		{"cancelled late", askingSource{true}, 3 * time.Second, 3 * time.Second, 0, context.Canceled},
+		{"deadline", askingSource{true}, 0, 20 * time.Millisecond, 20 * time.Millisecond, context.DeadlineExceeded},
+		{"pool wait", askingSource{true}, 0, 5 * time.Second, 0, ErrPoolTimeout},
+		{"pool wait before the deadline", askingSource{true}, 0, 5 * time.Second, time.Minute, ErrPoolTimeout},
+		{"asked once, cancelled", askingSource{}, 20 * time.Millisecond, poolWatchAfter, 0, context.Canceled},
+		{"asked once, cancelled late", askingSource{}, 3 * time.Second, 3 * time.Second, 0, context.Canceled},
+		{"asked once, pool wait", askingSource{}, 0, 5 * time.Second, 0, ErrPoolTimeout},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				conn, err := NewConnector("postgres://127.0.0.1:1/x?gate_running=1")
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer conn.Close()
+				var s source = c.source
+				conn.source.Store(&s)
+				w := new(waits)
+				for range 3 { // the wait before leaves nothing behind
+					ctx, cancel := context.WithCancel(t.Context())
+					if c.deadline > 0 {
+						ctx, cancel = context.WithTimeout(t.Context(), c.deadline)
+					}
+					if c.cancel > 0 {
+						time.AfterFunc(c.cancel, cancel)
+					}
+					start := time.Now()
+					_, err := conn.physical(ctx, &w.pool, conn.gate.now())
+					if took := time.Since(start); !errors.Is(err, c.err) || took != c.after {
+						t.Errorf("%v after %v, want %v after %v", err, took, c.err, c.after)
+					}
+					cancel()
+					if _, err := conn.physical(ctx, &w.pool, conn.gate.now()); !errors.Is(err, ctx.Err()) {
+						t.Errorf("with a context that is done: %v", err)
+					}
+				}
+			})
+		})
+	}
+}
+
+// A statement on a *sql.Conn that lost its physical connection waits for another one as long as the first did.
+func TestPoolWaitStartsAnew(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newFake(t, WithPoolWait(100*time.Millisecond))
+		time.Sleep(time.Second) // the gate's clock stands at 0 before, which is no time
+		if _, err := s.db.Exec("x"); err != nil {
+			t.Fatal(err)
+		}
+		sc, err := s.db.Conn(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer sc.Close()
+		s.f.do(func(_ context.Context, op string) error {
+			switch op {
+			case "exec":
+				return driver.ErrBadConn
+			case "connect":
+				return errFake
+			}
+			return nil
+		})
+		if _, err = sc.ExecContext(t.Context(), "x"); err == nil {
+			t.Fatal("no error from a server that is down")
+		}
+		var late atomic.Int32
+		s.f.do(func(ctx context.Context, op string) error {
+			if d, ok := ctx.Deadline(); op == "connect" && ok && !time.Now().Before(d) {
+				late.Add(1)
+			}
+			return nil
+		})
+		time.Sleep(time.Second) // far longer than the pool wait
+		if _, err = sc.ExecContext(t.Context(), "x"); err != nil || late.Load() != 0 {
+			t.Errorf("the server is up again: %v, %d attempts that were late before they began", err, late.Load())
+		}
+	})
+}
+
+// What was derived from the context of a wait ends with it, and no later wait reaches it.
+func TestPoolWaitLeavesNothingBehind(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newFake(t, WithPoolWait(100*time.Millisecond))
+		s.inner.SetMaxOpenConns(1)
+		s.inner.SetMaxIdleConns(-1)
+		var ended atomic.Int32
+		s.f.do(func(ctx context.Context, op string) error {
+			if op == "connect" {
+				child, cancel := context.WithCancel(ctx)
+				go func() {
+					defer cancel()
+					<-child.Done()
+					ended.Add(1)
+				}()
+			}
+			return nil
+		})
+		if _, err := s.db.Exec("x"); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		if n := ended.Load(); n != 1 {
+			t.Errorf("%d contexts ended with the acquisition, want 1", n)
+		}
+		hold, err := s.inner.Conn(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer hold.Close()
+		if _, err := s.db.Exec("x"); !errors.Is(err, ErrPoolTimeout) {
+			t.Error(err)
+		}
+	})
+}
+
+// A database that was opened outside of synctest bubbles works in one after the other.
+func TestDatabaseGoesFromBubbleToBubble(t *testing.T) {
+	s := newFake(t)
+	for range 3 {
+		synctest.Test(t, func(t *testing.T) {
+			if _, err := s.db.ExecContext(t.Context(), "x"); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	if _, err := s.db.Exec("x"); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestConnectionUsedAfterItsEnd(t *testing.T) {
+	s := newFake(t)
+	s.db.SetMaxIdleConns(-1)
+	sc, err := s.db.Conn(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var kept any
+	if err := sc.Raw(func(dc any) error { kept = dc; return nil }); err != nil {
+		t.Fatal(err)
+	}
+	if err := sc.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := PgxConn(t.Context(), kept); !errors.Is(err, errLost) {
+		t.Errorf("PgxConn: %v", err)
+	}
+	if err := kept.(driver.Pinger).Ping(t.Context()); !errors.Is(err, errLost) {
+		t.Errorf("Ping: %v", err)
+	}
+	if st := s.g.Stats(); st.Running != 0 {
+		t.Errorf("%+v", st)
+	}
+}

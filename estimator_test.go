@@ -157,9 +157,19 @@ func TestEstimateOfExtremes(t *testing.T) {
 // Work that was cut off raises the estimate, and never lowers it.
 func TestEstimatorLearnsFromWhatWasCutOff(t *testing.T) {
 	var e estimator
-	e.addAtLeast(time.Second)
-	if e.seen != 0 {
-		t.Errorf("%d samples from work that was cut off before there was an estimate, want 0", e.seen)
+	// Before anything was successful the longest stands for all, and the first success for itself.
+	for i := range estimatorMin {
+		if got := e.p10(); got != 0 {
+			t.Errorf("estimate %v after %d", got, i)
+		}
+		e.addAtLeast(time.Duration(30-i) * time.Millisecond)
+	}
+	if got := e.p10(); got <= 28*time.Millisecond || got > 30*time.Millisecond {
+		t.Errorf("estimate %v, want 30 ms", got)
+	}
+	e.add(20 * time.Millisecond)
+	if got := e.p10(); got <= 19*time.Millisecond || got > 20*time.Millisecond {
+		t.Errorf("estimate %v after the first success, want 20 ms", got)
 	}
 	for range 2 * estimatorMin {
 		e.add(20 * time.Millisecond)
@@ -176,5 +186,39 @@ func TestEstimatorLearnsFromWhatWasCutOff(t *testing.T) {
 	}
 	if got := e.p10(); got <= 38*time.Millisecond || got > 40*time.Millisecond {
 		t.Errorf("estimate %v after work that was cut off after 40 ms, want just that", got)
+	}
+}
+
+// Where what comes is cut off time and again, how little was not enough says less than the shortest success, or than the longest that was cut off.
+func TestEstimatorLearnsFromARowOfThoseCutOff(t *testing.T) {
+	for _, c := range []struct {
+		name        string
+		longest     int // ms: cut off after 21 ms up to that, the longest first
+		successes   int // of 27 ms among them
+		least, most float64
+	}{
+		{"all cut off", 26, 0, 24.9, 26},
+		{"some successful", 26, 4, 25.9, 27},
+		{"far beyond", 200, 0, 27, 28.4}, // half an octave above 20 ms
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var e estimator
+			for range 600 {
+				e.add(20 * time.Millisecond)
+			}
+			for i := range estimatorAbove - c.successes {
+				e.addAtLeast(time.Duration(c.longest-i%(c.longest-20)) * time.Millisecond)
+			}
+			for range c.successes {
+				e.add(27 * time.Millisecond)
+			}
+			if got := e.p10().Seconds() * 1000; got < c.least || got > c.most {
+				t.Errorf("estimate %v ms, want %v to %v", got, c.least, c.most)
+			}
+			e.add(27 * time.Millisecond)
+			if got := e.p10().Seconds() * 1000; got < 25.9 || got > 27 {
+				t.Errorf("estimate %v ms after a success of 27 ms", got)
+			}
+		})
 	}
 }

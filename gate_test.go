@@ -373,7 +373,7 @@ func TestGrantThatRacesIsHandedOn(t *testing.T) { // I5
 				for _, how := range []string{"context", "closed", "timer"} {
 					p := mustAcquire(t, g, context.Background())
 					ctx, cancel := context.WithCancel(context.Background())
-					closed := make(chan struct{})
+					m := &member{}
 					var err error
 					var h handle
 					done := make(chan struct{})
@@ -381,7 +381,7 @@ func TestGrantThatRacesIsHandedOn(t *testing.T) { // I5
 					if how == "timer" {
 						call = WithMaxWait(ctx, time.Millisecond)
 					}
-					go func() { h, err = g.acquire(call, kindTx, closed); close(done) }()
+					go func() { h, err = g.acquire(call, kindTx, m); close(done) }()
 					synctest.Wait()
 					second := try(g, context.Background(), kindHand)
 					end := func() {
@@ -389,7 +389,7 @@ func TestGrantThatRacesIsHandedOn(t *testing.T) { // I5
 						case "context":
 							cancel()
 						case "closed":
-							close(closed)
+							g.closeMember(m)
 						case "timer":
 							time.Sleep(time.Millisecond)
 						}
@@ -592,12 +592,12 @@ func TestWaitEndsWhenTheDatabaseIsClosed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newTestGate(t, Limits{Running: 1, Waiting: 5, MaxWait: time.Minute})
 		p := mustAcquire(t, g, context.Background())
-		closed := make(chan struct{})
+		m := &member{}
 		other := try(g, context.Background(), kindTx)
 		done := make(chan error)
-		go func() { _, err := g.acquire(context.Background(), kindTx, closed); done <- err }()
+		go func() { _, err := g.acquire(context.Background(), kindTx, m); done <- err }()
 		synctest.Wait()
-		close(closed)
+		g.closeMember(m)
 		if err := <-done; !errors.Is(err, ErrClosed) {
 			t.Error(err)
 		}
@@ -912,7 +912,7 @@ func TestRetryAfterFollowsTheLevelThatRefused(t *testing.T) {
 	if d := (&RejectedError{}).RetryAfter(); d != time.Millisecond {
 		t.Errorf("retry after %v without an estimate, want 1ms", d)
 	}
-	if d := (&RejectedError{retryAfter: time.Hour}).RetryAfter(); d != 30*time.Second {
+	if d := (&RejectedError{meanHold: time.Hour}).RetryAfter(); d != 30*time.Second {
 		t.Errorf("retry after %v, want 30s at most", d)
 	}
 }
@@ -1094,6 +1094,183 @@ func TestObserveCountsWhatEnforceRefuses(t *testing.T) {
 					}
 				}
 			})
+		})
+	}
+}
+
+type suitcase struct {
+	g    *Gate
+	back int
+	held int // permits that were out when it was given back
+}
+
+func (s *suitcase) giveBack() {
+	s.back++
+	s.held = s.g.Stats().Running
+}
+
+// A connection goes with the permit only to the next in line, and only if that is of the same database.
+func TestHandOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newTestGate(t, Limits{Running: 1, Waiting: 5, MaxWait: time.Minute}, WithWorkloads(map[string]Limits{"narrow": {Running: 1, Waiting: 5}}))
+		ours, other := &member{}, &member{}
+		first := func() handle {
+			h, err := g.acquire(t.Context(), kindTx, ours)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return h
+		}
+		type got struct {
+			h    handle
+			with luggage
+			err  error
+		}
+		wait := func(ctx context.Context, m *member) (<-chan got, *waiter) {
+			c, w := make(chan got, 1), new(waiter)
+			go func() {
+				h, err := g.acquireAs(ctx, kindTx, m, w)
+				c <- got{h, w.luggage(), err}
+			}()
+			synctest.Wait()
+			return c, w
+		}
+		const soon = time.Hour
+
+		h := first()
+		bag := &suitcase{g: g}
+		if g.handOn(h, true, ours, bag, soon) {
+			t.Fatal("handed on to nobody")
+		}
+		if s := g.Stats(); s.Running != 1 {
+			t.Fatalf("a hand-over that did not happen has changed %+v", s)
+		}
+		c, _ := wait(t.Context(), other)
+		behind, _ := wait(t.Context(), ours)
+		if g.handOn(h, true, ours, bag, soon) {
+			t.Fatal("handed on to another database, or past it")
+		}
+		g.release(h, true)
+		r := <-c
+		if r.err != nil || r.with != nil {
+			t.Fatalf("%+v", r)
+		}
+		if g.handOn(h, true, ours, bag, soon) {
+			t.Fatal("a permit was handed on twice") // I3
+		}
+		if g.handOn(r.h, true, other, bag, soon) {
+			t.Fatal("handed on to another database")
+		}
+		g.release(r.h, true)
+		r = <-behind
+		c, _ = wait(t.Context(), ours)
+		if g.handOn(r.h, true, ours, bag, g.now()-1) {
+			t.Fatal("handed on too late")
+		}
+		if !g.handOn(r.h, true, ours, bag, soon) {
+			t.Fatal("not handed on")
+		}
+		if r = <-c; r.err != nil || r.with != bag || bag.back != 0 {
+			t.Fatalf("%+v", r)
+		}
+		if s := g.Stats(); s.Running != 1 || s.Waiting != 0 || s.Acquired != 4 {
+			t.Fatalf("%+v", s)
+		}
+
+		// I5: the context ends in the instant of the grant. The connection goes back, then the permit.
+		ctx, cancel := context.WithCancel(t.Context())
+		c, _ = wait(ctx, ours)
+		cancel()
+		if !g.handOn(r.h, true, ours, bag, soon) {
+			t.Fatal("not handed on")
+		}
+		if r = <-c; !errors.Is(r.err, context.Canceled) || r.with != nil || bag.back != 1 || bag.held != 1 {
+			t.Fatalf("%+v, given back %d times, %d permits out", r, bag.back, bag.held)
+		}
+
+		// A workload at its limit is passed over: the permit goes to who may have it.
+		hw, err := g.acquire(WithWorkload(t.Context(), "narrow"), kindTx, ours)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c, _ = wait(WithWorkload(t.Context(), "narrow"), ours)
+		if !g.handOn(hw, true, ours, bag, soon) {
+			t.Fatal("its own workload's next in line may have it")
+		}
+		r = <-c
+		if err := g.SetLimits(Limits{Running: 2, Waiting: 5, MaxWait: time.Minute}); err != nil {
+			t.Fatal(err)
+		}
+		plain, err := g.acquire(t.Context(), kindTx, ours)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c, _ = wait(WithWorkload(t.Context(), "narrow"), ours)
+		if g.handOn(plain, true, ours, bag, soon) {
+			t.Fatal("handed on to a workload that is at its limit")
+		}
+		g.release(plain, true)
+		if !g.handOn(r.h, true, ours, bag, soon) {
+			t.Fatal("not handed on")
+		}
+		r = <-c
+		g.release(r.h, true)
+		if s := g.Stats(); s.Running != 0 || s.Waiting != 0 {
+			t.Fatalf("%+v", s)
+		}
+	})
+}
+
+// The hold that ends may be the one that makes the next in line hopeless: the connection goes to the one after it, or back.
+func TestHandOnPastTheHopeless(t *testing.T) {
+	for _, behind := range []bool{true, false} {
+		synctest.Test(t, func(t *testing.T) {
+			g := newTestGate(t, Limits{Running: 1, Waiting: 5, MaxWait: time.Minute})
+			ours, other := &member{}, &member{}
+			bag := &suitcase{g: g}
+			for range estimatorMin - 1 {
+				h, err := g.acquire(t.Context(), kindTx, ours)
+				if err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(10 * time.Second)
+				g.release(h, true)
+			}
+			h, err := g.acquire(t.Context(), kindTx, ours)
+			if err != nil {
+				t.Fatal(err)
+			}
+			type got struct {
+				h    handle
+				with luggage
+				err  error
+			}
+			start := func(d time.Duration, m *member) <-chan got {
+				ctx, c, w := within(t, d), make(chan got, 1), new(waiter)
+				go func() {
+					h, err := g.acquireAs(ctx, kindTx, m, w)
+					c <- got{h, w.luggage(), err}
+				}()
+				synctest.Wait()
+				return c
+			}
+			m := other
+			if behind {
+				m = ours
+			}
+			hopeless, next := start(12*time.Second, ours), start(40*time.Second, m)
+			time.Sleep(10 * time.Second)
+			if !g.handOn(h, true, ours, bag, g.now()) {
+				t.Fatal("not handed on")
+			}
+			if r := <-hopeless; !errors.Is(r.err, ErrDeadlineShort) || r.with != nil {
+				t.Errorf("the hopeless one: %+v", r)
+			}
+			r := <-next
+			if r.err != nil || behind != (r.with != nil) || behind != (bag.back == 0) {
+				t.Errorf("behind is ours: %v, got %+v, given back %d times", behind, r, bag.back)
+			}
+			g.release(r.h, false)
 		})
 	}
 }

@@ -545,18 +545,3 @@ func TestResolveOutcomeWithoutAQuestion(t *testing.T) {
 		}
 	}
 }
-
-// A timer that fired in the last instant of one COMMIT and was slow to run must not cut off the next one.
-func TestBoundIgnoresATimerThatIsLate(t *testing.T) {
-	b := &bound{}
-	b.arm(time.Hour)
-	b.fire() // that of the operation before
-	b.mu.Lock()
-	fired := b.fired
-	b.armed = false
-	b.mu.Unlock()
-	b.timer.Stop()
-	if fired {
-		t.Error("the next operation was cut off")
-	}
-}

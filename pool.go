@@ -44,13 +44,15 @@ type operations interface {
 // physical is a real connection while a lease owns it. Like the driver.Conn it stands for, it is used by one goroutine
 // at a time.
 type physical struct {
-	operations           // through the interceptors
-	observer   *observer // the innermost of them
-	raw        rawConn   // below them
-	conn       *pgx.Conn // nil: another driver
-	side       *pgxSide  // nil: another driver
-	hookedRows bool      // rows must go through an interceptor's RowsNext and RowsClose
-	traced     bool      // a tracer of the user's hears when rows are closed, and may panic
+	operations               // through the interceptors
+	observer   *observer     // the innermost of them
+	raw        rawConn       // below them
+	conn       *pgx.Conn     // nil: another driver
+	side       *pgxSide      // nil: another driver
+	hookedRows bool          // rows must go through an interceptor's RowsNext and RowsClose
+	handOn     bool          // it may go to the next in line without going through its pool
+	until      time.Duration // … before then on the gate's clock, so that the pool sees it now and then
+	traced     bool          // a tracer of the user's hears when rows are closed, and may panic
 }
 
 // rawConn is the innermost connection.
@@ -67,6 +69,13 @@ type rawConn interface {
 	discard(ctx context.Context)
 }
 
+// handOnFor is how long a connection is handed on before its pool gets it back: that ends connections by age, and others may
+// wait for one there. While the gate has a queue, that saves most of the way through the pool, and the server's process
+// mostly stays on the processor that it is on.
+const handOnFor = 10 * time.Millisecond
+
+func (p *physical) giveBack() { p.raw.giveBack() }
+
 // closed tells that the connection is known to be gone.
 func (p *physical) closed() bool {
 	if p.conn != nil {
@@ -81,7 +90,7 @@ func (p *physical) closed() bool {
 // 1 µs and 6 allocations a transaction.
 func wrap(raw rawConn, o *observer, user []sqlmw.Interceptor) (operations, error) {
 	if len(user) == 0 {
-		return &observed{raw, o}, nil
+		return &observed{raw: raw, o: o}, nil
 	}
 	var d driver.Driver = sqlmw.Driver(openedDriver{raw}, o)
 	for i := len(user) - 1; i >= 0; i-- {
@@ -106,6 +115,7 @@ func wrap(raw rawConn, o *observer, user []sqlmw.Interceptor) (operations, error
 type observed struct {
 	raw rawConn
 	o   *observer
+	tx  observedTx // the last; nothing keeps one that has ended
 }
 
 func (c *observed) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, error) {
@@ -113,7 +123,8 @@ func (c *observed) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.T
 	if err != nil {
 		return nil, err
 	}
-	return &observedTx{tx, c.o}, nil
+	c.tx = observedTx{tx, c.o}
+	return &c.tx, nil
 }
 
 func (c *observed) ExecContext(ctx context.Context, query string, args []driver.NamedValue) (driver.Result, error) {
@@ -222,10 +233,11 @@ func (s *pgxSide) first(ctx context.Context, std *stdlib.Conn, back releaser) (*
 		}
 	}()
 	raw := &pgxRaw{
-		std: std, conn: conn, back: back, server: server, bound: bound{pg: conn.PgConn()},
+		std: std, conn: conn, back: back, server: server,
 		rollbackTimeout: s.c.cfg.rollbackTimeout, commitTimeout: s.c.cfg.commitTimeout,
 		track: s.c.cfg.track, serverDeadline: s.c.cfg.serverDeadline,
 	}
+	raw.limit.ring = func() { _ = conn.PgConn().Conn().SetDeadline(time.Unix(1, 0)) } // does not block
 	o := &observer{g: s.c.gate}
 	ops, err := wrap(raw, o, s.c.cfg.interceptors)
 	if err != nil {
@@ -271,20 +283,124 @@ func (s *pgxSide) checkPID(ctx context.Context, pg *pgconn.PgConn) (server strin
 	return string(row[1]), nil
 }
 
+// waits are what a logical connection waits with. They are handed on, as many logical connections do not live long (F18).
+type waits struct {
+	gate waiter
+	pool poolWait
+	next *waits // of those that are free
+}
+
+// poolWait bounds the wait for a physical connection. One wait at a time.
+type poolWait struct {
+	alarm alarm
+	ctx   *poolContext // of the wait that goes on
+}
+
+// begin returns the context of a wait of at most d from a time on: ctx, until then. watch makes it look at ctx from the
+// start. end must be called after it, and ends what was derived from it.
+func (w *poolWait) begin(ctx context.Context, from time.Time, d time.Duration, watch bool) context.Context {
+	if w.alarm.ring == nil {
+		w.alarm.ring = func() { w.ctx.watch() }
+	}
+	w.ctx = &poolContext{Context: ctx, until: from.Add(d), done: make(chan struct{})}
+	if watch {
+		w.ctx.watch()
+	}
+	w.alarm.set(from.Add(min(d, poolWatchAfter)))
+	return w.ctx
+}
+
+func (w *poolWait) end() {
+	w.alarm.off()
+	w.ctx.leave()
+	w.ctx = nil
+}
+
+// poolContext is the context of a wait for a physical connection, which is nearly always there already. A context that is
+// derived from the caller's costs more then than all the rest, so the caller's is not watched from the beginning, but once Done is
+// asked a second time: puddle and database/sql both look at it once, take what is there, and ask again to wait for it.
+// Should one of them cease to, it is watched after poolWatchAfter.
+type poolContext struct {
+	context.Context // the caller's
+	until           time.Time
+	done            chan struct{}
+	asked           atomic.Bool
+
+	mu      sync.Mutex // guards what follows
+	watched bool
+	stop    func() bool // ends the watch
+	timer   *time.Timer // goes with it
+	err     error       // why done is closed
+}
+
+const poolWatchAfter = 100 * time.Millisecond
+
+// Deadline is for other drivers, which look at it when they connect.
+func (c *poolContext) Deadline() (time.Time, bool) { return c.until, true }
+
+func (c *poolContext) Done() <-chan struct{} {
+	if c.asked.Swap(true) {
+		c.watch()
+	}
+	return c.done
+}
+
+func (c *poolContext) Err() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.err
+}
+
+func (c *poolContext) watch() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.watched {
+		c.watched = true
+		c.stop = context.AfterFunc(c.Context, func() { c.end(c.Context.Err()) })
+		c.timer = time.AfterFunc(time.Until(c.until), func() { c.end(context.DeadlineExceeded) })
+	}
+}
+
+func (c *poolContext) end(why error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.endLocked(why)
+}
+
+func (c *poolContext) endLocked(why error) {
+	if c.err == nil {
+		c.err = why
+		close(c.done)
+	}
+}
+
+// leave ends the watch and the context.
+func (c *poolContext) leave() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.watched = true // from now on it is not to be
+	if c.stop != nil {
+		c.stop()
+		c.timer.Stop()
+	}
+	c.endLocked(context.Canceled)
+}
+
 // poolSource takes physical connections from a pgxpool.
 type poolSource struct {
 	*pgxSide
-	pool  *pgxpool.Pool
-	std   driver.Connector // stdlib's view of the pool: the only maker of stdlib.Conn, and so of its Rows
-	exact bool
-	own   bool
+	pool   *pgxpool.Pool
+	std    driver.Connector // stdlib's view of the pool: the only maker of stdlib.Conn, and so of its Rows
+	exact  bool
+	handOn bool // of its connections
+	own    bool
 }
 
 func newPoolSource(c *Connector, pool *pgxpool.Pool, own bool) *poolSource {
 	cfg := pool.Config()
 	_, acquireTracer := cfg.ConnConfig.Tracer.(pgxpool.AcquireTracer)
 	_, releaseTracer := cfg.ConnConfig.Tracer.(pgxpool.ReleaseTracer)
-	return &poolSource{
+	s := &poolSource{
 		pgxSide: newPgxSide(c, cfg.ConnConfig.Copy, cfg.BeforeConnect),
 		pool:    pool,
 		std:     stdlib.GetPoolConnector(pool),
@@ -295,6 +411,8 @@ func newPoolSource(c *Connector, pool *pgxpool.Pool, own bool) *poolSource {
 			acquireTracer || releaseTracer,
 		own: own,
 	}
+	s.handOn = !s.exact && cfg.ShouldPing == nil // which is asked at each acquisition
+	return s
 }
 
 func (s *poolSource) size() (p, out int) {
@@ -353,7 +471,11 @@ func (s *poolSource) acquireOnce(ctx context.Context) (*physical, error) {
 	if p := s.known(std.Conn(), back); p != nil {
 		return p, nil
 	}
-	return s.first(ctx, std, back)
+	p, err := s.first(ctx, std, back)
+	if err == nil {
+		p.handOn = s.handOn
+	}
+	return p, err
 }
 
 // staleError says that a connection was dead when it was first looked at.
@@ -408,7 +530,7 @@ type pgxRaw struct {
 	rollbackTimeout, commitTimeout time.Duration
 	track                          bool // read the xid before COMMIT
 	serverDeadline                 bool
-	bound                          bound
+	limit                          alarm
 }
 
 func (r *pgxRaw) takeRows() driver.Rows {
@@ -561,52 +683,6 @@ func (d described) Close() error                               { return nil }
 func (d described) NumInput() int                              { return int(d) }
 func (d described) Exec([]driver.Value) (driver.Result, error) { return nil, errDescribed }
 func (d described) Query([]driver.Value) (driver.Rows, error)  { return nil, errDescribed }
-
-// bound limits how long an operation on a pgx connection may take without a context of its own: contexts with a deadline
-// cost 16 allocations per transaction. When the time is over the connection's deadline is set into the past, upon which
-// pgx gives up and closes it.
-type bound struct {
-	pg    *pgconn.PgConn
-	timer *time.Timer
-
-	mu    sync.Mutex // guards what follows; under it only SetDeadline, which does not block
-	armed bool
-	fired bool
-	until time.Time
-}
-
-func (b *bound) arm(d time.Duration) {
-	b.mu.Lock()
-	b.armed, b.fired, b.until = true, false, time.Now().Add(d)
-	b.mu.Unlock()
-	if b.timer == nil {
-		b.timer = time.AfterFunc(d, b.fire)
-	} else {
-		b.timer.Reset(d)
-	}
-}
-
-func (b *bound) fire() {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.armed && !time.Now().Before(b.until) { // else it is late, from the operation before
-		b.fired = true
-		_ = b.pg.Conn().SetDeadline(time.Unix(1, 0))
-	}
-}
-
-// disarm tells whether the time was over.
-func (b *bound) disarm() (over bool) {
-	b.timer.Stop()
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.armed = false
-	if b.fired && !b.pg.IsClosed() {
-		_ = b.pg.Conn().SetDeadline(time.Time{}) // it was done in the same instant
-		return false
-	}
-	return b.fired
-}
 
 // dbSource takes physical connections from a *sql.DB of any driver. Where that driver is pgx's own, a connection is
 // treated as one of a pgxpool is.

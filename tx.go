@@ -36,17 +36,17 @@ type txContext struct {
 	stop  func() bool
 }
 
-func newTxContext(ctx context.Context, kept bool) *txContext {
-	c := &txContext{Context: ctx}
+// start makes it the context of a transaction that begins with ctx. kept says that somebody may go on watching it.
+func (c *txContext) start(ctx context.Context, kept bool) {
+	c.Context = ctx
 	if kept && ctx.Done() != nil {
 		c.done = make(chan struct{})
 		if ctx.Err() != nil {
 			close(c.done) // at once: AfterFunc takes a goroutine, and until then BEGIN would go out on a dead context
-			return c
+			return
 		}
 		c.stop = context.AfterFunc(ctx, func() { close(c.done) })
 	}
-	return c
 }
 
 // begin says that BEGIN has been answered.
@@ -93,9 +93,10 @@ func (c *txContext) Err() error {
 // tx is the transaction that database/sql holds. It ends the operation's work; the connection and the permits go back
 // when database/sql returns the logical connection.
 type tx struct {
-	c   *conn
-	ctx context.Context // of BeginTx
-	in  driver.Tx       // through the interceptors
+	c     *conn
+	ctx   context.Context // of BeginTx
+	inner txContext       // what the connection below got
+	in    driver.Tx       // through the interceptors
 }
 
 // Commit commits. It is not interrupted by the caller's cancellation. See [ErrOutcomeUnknown].
@@ -219,14 +220,20 @@ func (t *pgxTx) Rollback() error {
 	return err
 }
 
-// within runs f, which uses the connection, for at most d (0: no bound).
+// within runs f, which uses the connection, for at most d (0: no bound). When the time is over the connection's deadline is
+// set into the past, upon which pgx gives up and closes it: contexts with a deadline cost 16 allocations per transaction.
 func (r *pgxRaw) within(d time.Duration, f func() error) (err error, over bool) {
 	if d == 0 {
 		return f(), false
 	}
-	r.bound.arm(d)
+	r.limit.set(time.Now().Add(d))
 	err = f()
-	return err, r.bound.disarm() && err != nil
+	over = r.limit.off()
+	if over && !r.conn.IsClosed() {
+		_ = r.conn.PgConn().Conn().SetDeadline(time.Time{}) // it was done in the same instant
+		return err, false
+	}
+	return err, over && err != nil
 }
 
 // mayHaveCommitted tells that COMMIT may have been carried out although it was answered with this error. An ERROR aborts
