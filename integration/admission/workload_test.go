@@ -158,8 +158,8 @@ func TestIsolation(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, dsn, 20, pgxgated.Limits{Running: 20, Waiting: 200, MaxWait: bound}, opts...)
 			var mu sync.Mutex
-			var wg sync.WaitGroup
-			all, stop := context.WithCancel(t.Context())
+			var as, bs sync.WaitGroup
+			all, stop := context.WithCancel(t.Context()) // B's
 			defer stop()
 			budgets := r.gate.Stats().Workloads != nil
 			b := func() {
@@ -181,7 +181,7 @@ func TestIsolation(t *testing.T) {
 				}
 			}
 			a := func(counted bool) {
-				ctx, cancel := context.WithTimeout(all, time.Second)
+				ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 				defer cancel()
 				start := time.Now()
 				_, err := r.ExecContext(ctx, "select 1")
@@ -207,14 +207,15 @@ func TestIsolation(t *testing.T) {
 				counted := time.Since(start) > time.Second
 				switch {
 				case n%10 < 7:
-					wg.Go(func() { a(counted) })
+					as.Go(func() { a(counted) })
 				case withB:
-					wg.Go(b)
+					bs.Go(b)
 				}
 			}
 			// Those of A that were sent have their second; those of B are not waited for.
-			defer time.AfterFunc(time.Second, stop).Stop()
-			wg.Wait()
+			as.Wait()
+			stop()
+			bs.Wait()
 			t.Log(i)
 		})
 		return i

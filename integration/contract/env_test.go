@@ -379,26 +379,6 @@ func (o *observer) free(key int) bool {
 		where d.datname = current_database() and locktype = 'advisory' and objid = $1 and granted`, key) == 0
 }
 
-// stubborn defines a function that takes so many seconds and swallows every cancel meanwhile. One that arrives between two
-// rounds of the inner loop, where nobody would catch it, ends in the outer one.
-func (o *observer) stubborn() {
-	o.Exec(`create function stubborn(seconds float) returns void language plpgsql as $$
-declare until timestamptz := clock_timestamp() + make_interval(secs => seconds);
-begin
-	while clock_timestamp() < until loop
-		begin
-			while clock_timestamp() < until loop
-				begin
-					perform pg_sleep(extract(epoch from until - clock_timestamp()));
-				exception when query_canceled then
-				end;
-			end loop;
-		exception when query_canceled then
-		end;
-	end loop;
-end $$`)
-}
-
 // slowCommit makes a table whose inserts make COMMIT take so many seconds.
 func (o *observer) slowCommit(seconds string) {
 	o.Exec(`create table slow (id int);

@@ -93,7 +93,7 @@ func TestNoSecretShows(t *testing.T) {
 	opts := func(more ...pgxgated.Option) []pgxgated.Option {
 		return append([]pgxgated.Option{pgxgated.WithLogger(log.logger())}, more...)
 	}
-	e.see.stubborn()
+	e.see.Stubborn()
 	c, err := pgxgated.NewConnector(pgtest.With(pgtest.With(dsn, "pool_max_conns", "3"), "gate_running", "1"), opts(
 		pgxgated.WithLeakThreshold(20*time.Millisecond), pgxgated.WithDrainGrace(100*time.Millisecond), pgxgated.WithWorkloads(map[string]pgxgated.Limits{"oltp": {Running: 1, Waiting: 1}}))...)
 	e.must(err)

@@ -42,7 +42,7 @@ var afterwards = []condition{
 		}
 	}},
 	{44, callerGone, "", "A statement that swallows cancels counts as running and draining until its backend is gone, terminated after gate_drain_grace", func(e *env) {
-		e.see.stubborn()
+		e.see.Stubborn()
 		g := e.open(1, 3, pgxgated.WithDrainGrace(200*time.Millisecond))
 		ctx, cancel := context.WithCancel(e.Context())
 		tx, err := g.BeginTx(ctx, nil)
@@ -70,7 +70,7 @@ var afterwards = []condition{
 		}
 	}},
 	{45, callerGone, "", "A permit whose backend cannot be proven gone comes back after gate_drain_limit, counted and logged once", func(e *env) {
-		e.see.stubborn()
+		e.see.Stubborn()
 		e.dsn = e.role("x", -1)
 		e.see.Exec("revoke execute on function pg_terminate_backend from public")
 		g := e.open(1, 3, pgxgated.WithDrainGrace(100*time.Millisecond), pgxgated.WithDrainLimit(300*time.Millisecond))
@@ -243,7 +243,9 @@ var afterwards = []condition{
 		for rows.Next() {
 		}
 		e.is(rows.Err(), context.Canceled)
-		e.must(rows.Close())
+		if err := rows.Close(); err != nil { // on Go 1.27 it is this that ends them, if nothing has before
+			e.is(err, context.Canceled)
+		}
 		g.released(func() {
 			if e.see.there(pid) {
 				e.Error("its permit came back while its backend was there")

@@ -444,12 +444,14 @@ var statements = []condition{
 				if _, err := tx.Exec("select 1"); err != nil {
 					e.Error(err)
 				}
-				if err := tx.Commit(); err != nil {
-					e.Error(err)
-				}
 			})
 		}
 		all.Wait()
+		for _, tx := range outer { // not before both were refused: a permit that comes back is for who waits
+			if err := tx.Commit(); err != nil {
+				e.Error(err)
+			}
+		}
 		g.whole(2)
 	}},
 	{104, nested, "A08", "Inside InTx a second start on the same gate is ErrNested at once, and one on another gate is fine", func(e *env) {
@@ -504,7 +506,7 @@ var closing = []condition{
 		})
 	}},
 	{107, closes, "", "Close while a cancelled statement drains: the permit is back when the backend is gone, as ever", func(e *env) {
-		e.see.stubborn()
+		e.see.Stubborn()
 		g := e.open(1, 2, pgxgated.WithDrainGrace(100*time.Millisecond))
 		ctx, cancel := context.WithCancel(e.Context())
 		c := g.conn()

@@ -191,25 +191,6 @@ func (o *observer) working(pid int, text string) {
 	})
 }
 
-// stubborn is a function that takes so many seconds and swallows every cancel meanwhile. One that arrives between two
-// rounds of the inner loop, where nobody would catch it, ends in the outer one.
-const stubborn = `
-create function stubborn(seconds float) returns void language plpgsql as $$
-declare until timestamptz := clock_timestamp() + make_interval(secs => seconds);
-begin
-	while clock_timestamp() < until loop
-		begin
-			while clock_timestamp() < until loop
-				begin
-					perform pg_sleep(extract(epoch from until - clock_timestamp()));
-				exception when query_canceled then
-				end;
-			end loop;
-		exception when query_canceled then
-		end;
-	end loop;
-end $$;`
-
 func pidOf(t *testing.T, q interface {
 	QueryRowContext(context.Context, string, ...any) *sql.Row
 }) (pid int) {

@@ -39,7 +39,7 @@ func place(t *testing.T) (dsn string, see *observer) {
 	t.Parallel()
 	dsn = pgtest.Shared(t).Database(t)
 	see = observe(t, dsn)
-	see.Exec(stubborn)
+	see.Stubborn()
 	return dsn, see
 }
 

@@ -683,19 +683,26 @@ func TestA10UnreadRowsUnderScopeTxEndInThePoolsWait(t *testing.T) {
 // A08: work that needs a second permit while it holds one is refused within MaxWait, also without a deadline.
 func TestA08NestedTransactionIsRefusedInBoundedTime(t *testing.T) {
 	r := newRig(t, setup{b: 2, p: 4, limits: &pgxgated.Limits{Running: 2, Waiting: 10, MaxWait: 20 * time.Millisecond}})
-	var open, refused sync.WaitGroup
+	var open, tried, refused sync.WaitGroup
 	open.Add(2)
+	tried.Add(2)
 	for range 2 {
 		refused.Go(func() {
 			tx, err := r.Begin()
 			open.Done()
+			open.Wait()
+			nested, nestedErr := r.BeginTx(context.Background(), nil)
+			tried.Done()
+			tried.Wait() // the permit of who was refused first is not for the other
+			if !errors.Is(nestedErr, pgxgated.ErrWaitTimeout) {
+				t.Errorf("nested: %v, want ErrWaitTimeout", nestedErr)
+			}
+			if nested != nil {
+				_ = nested.Rollback()
+			}
 			if err != nil {
 				t.Error(err)
 				return
-			}
-			open.Wait()
-			if _, err := r.BeginTx(context.Background(), nil); !errors.Is(err, pgxgated.ErrWaitTimeout) {
-				t.Errorf("nested: %v, want ErrWaitTimeout", err)
 			}
 			if err := tx.Rollback(); err != nil {
 				t.Error(err)

@@ -95,9 +95,9 @@ func TestProofNetworkResetInStatement(t *testing.T) {
 	}})
 	p := r.begin(t.Context())
 	// Half a second of a statement that ignores cancels: the backend is busy long after its client was cut off.
-	defineStubborn(r)
-	err := later(func() error { _, err := p.tx.Exec("select stubborn_for(0.5)"); return err })
-	r.see.working(p.b, "stubborn_for")
+	r.see.Stubborn()
+	err := later(func() error { _, err := p.tx.Exec("select stubborn(0.5)"); return err })
+	r.see.working(p.b, "stubborn")
 	net_.cut(p.b, t)
 	if err := <-err; err == nil || errors.Is(err, context.Canceled) {
 		t.Errorf("error %v, want the network's", err)
@@ -125,21 +125,6 @@ func (r *resets) cut(b backend, t *testing.T) {
 		_ = c.Close()
 	}
 	r.conns = nil
-}
-
-// defineStubborn makes functions that swallow cancels, in the schema of all sessions.
-func defineStubborn(r *rig) {
-	r.t.Helper()
-	r.see.Exec(`create or replace function stubborn_for(seconds float) returns void language plpgsql as $$
-declare until timestamptz := clock_timestamp() + make_interval(secs => seconds);
-begin
-	while clock_timestamp() < until loop
-		begin
-			perform pg_sleep(extract(epoch from until - clock_timestamp()));
-		exception when query_canceled then
-		end;
-	end loop;
-end $$`)
 }
 
 func TestProofCopyCancelledWhileSourceProduces(t *testing.T) {
@@ -260,11 +245,11 @@ func TestProofFatal(t *testing.T) {
 
 func TestProofStatementThatSwallowsCancelIsTerminatedAfterGrace(t *testing.T) {
 	r := newRig(t, setup{opts: []pgxgated.Option{pgxgated.WithDrainGrace(200 * time.Millisecond)}})
-	defineStubborn(r)
+	r.see.Stubborn()
 	ctx, cancel := context.WithCancel(t.Context())
 	p := r.begin(ctx)
-	err := later(func() error { _, err := p.tx.ExecContext(ctx, "select stubborn_for(300)"); return err })
-	r.see.working(p.b, "stubborn_for")
+	err := later(func() error { _, err := p.tx.ExecContext(ctx, "select stubborn(300)"); return err })
+	r.see.working(p.b, "stubborn")
 	cancel()
 	if err := <-err; !errors.Is(err, context.Canceled) {
 		t.Errorf("error %v, want context.Canceled", err)
@@ -351,7 +336,7 @@ func TestProofPoolerIsSaidOnceAndNeverCountsAsProof(t *testing.T) {
 	pooler := newProxy(t, dsn)
 	pooler.fakePID = true
 	r := newRig(t, setup{dsn: pooler.through(dsn), b: 2, p: 3})
-	defineStubborn(r)
+	r.see.Stubborn()
 	const n = 4
 	var wg sync.WaitGroup
 	for range n {
@@ -360,12 +345,12 @@ func TestProofPoolerIsSaidOnceAndNeverCountsAsProof(t *testing.T) {
 		must(t, err)
 		b := backendOf(t, tx)
 		wg.Go(func() {
-			_, err := tx.ExecContext(ctx, "select stubborn_for(0.3)")
+			_, err := tx.ExecContext(ctx, "select stubborn(0.3)")
 			if !errors.Is(err, context.Canceled) {
 				t.Errorf("error %v, want context.Canceled", err)
 			}
 		})
-		r.see.working(b, "stubborn_for")
+		r.see.working(b, "stubborn")
 		cancel()
 	}
 	wg.Wait()
@@ -389,11 +374,11 @@ func TestProofUnprivilegedRole(t *testing.T) {
 	r := newRig(t, setup{dsn: dsn, pool: func(c *pgxpool.Config) {
 		c.ConnConfig.User, c.ConnConfig.Password = "plain", "plain"
 	}, opts: []pgxgated.Option{pgxgated.WithDrainGrace(100 * time.Millisecond)}})
-	defineStubborn(r)
+	r.see.Stubborn()
 	ctx, cancel := context.WithCancel(t.Context())
 	p := r.begin(ctx)
-	err := later(func() error { _, err := p.tx.ExecContext(ctx, "select stubborn_for(300)"); return err })
-	r.see.working(p.b, "stubborn_for")
+	err := later(func() error { _, err := p.tx.ExecContext(ctx, "select stubborn(300)"); return err })
+	r.see.working(p.b, "stubborn")
 	cancel()
 	<-err
 	p.isGone()

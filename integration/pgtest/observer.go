@@ -53,3 +53,24 @@ func (o *Observer) Int(query string, args ...any) (n int) {
 	}
 	return n
 }
+
+// Stubborn defines the function stubborn(seconds), which takes so many seconds and swallows every cancel meanwhile. One that
+// arrives between two rounds of the inner loop, where nobody would catch it, ends in the outer one.
+func (o *Observer) Stubborn() {
+	o.tb.Helper()
+	o.Exec(`create or replace function stubborn(seconds float) returns void language plpgsql as $$
+declare until timestamptz := clock_timestamp() + make_interval(secs => seconds);
+begin
+	while clock_timestamp() < until loop
+		begin
+			while clock_timestamp() < until loop
+				begin
+					perform pg_sleep(extract(epoch from until - clock_timestamp()));
+				exception when query_canceled then
+				end;
+			end loop;
+		exception when query_canceled then
+		end;
+	end loop;
+end $$`)
+}
