@@ -38,7 +38,7 @@ var experiments = []experiment{
 // columnsOf are the CSV files of the experiments.
 var columnsOf = map[string][]string{
 	"overload": {
-		"peer", "load", "capacity_per_s", "offered_per_s", "goodput_per_s", "goodput_min", "goodput_max", "ok_share", "late_share", "expired_share",
+		"peer", "load", "capacity_per_s", "offered_per_s", "goodput_per_s", "goodput_of_capacity", "of_capacity_min", "of_capacity_max", "ok_share", "late_share", "expired_share",
 		"refused_share", "timed_out_share", "failed_share", "p50_ms", "p99_ms", "max_ms", "refusal_p50_ms", "refusal_p99_ms", "admitted_p99_of_deadline", "generator_lag_p99_ms", "commonest_failure",
 	},
 	"storm": {
@@ -97,7 +97,7 @@ func capacity(ctx context.Context, b *bench, s shape, running int) (float64, err
 	defer p.close()
 	var found []float64
 	for range 3 {
-		c, err := closed(running, 700*time.Millisecond, func(ctx context.Context) error { _, err := p.tx(ctx, 0, s); return err })
+		c, err := p.most(running, s, 700*time.Millisecond)
 		if err != nil {
 			return 0, err
 		}
@@ -106,15 +106,23 @@ func capacity(ctx context.Context, b *bench, s shape, running int) (float64, err
 	return median(found), nil
 }
 
+// most is how many transactions a second so many callers get done who never stop.
+func (p *peer) most(callers int, s shape, length time.Duration) (float64, error) {
+	return closed(callers, length, func(ctx context.Context) error { _, err := p.tx(ctx, 0, s); return err })
+}
+
 func overload(ctx context.Context, b *bench, short bool) ([]*table, error) {
 	pinned := b.pin()
 	defer b.unpin()
 	s := shape{b.burn(work)}
-	most, err := capacity(ctx, b, s, standard.running)
+	// What the machine can do changes by half within a minute where others use it too, so it is measured again before each cell.
+	probe, err := b.openOne(ctx, plain, limits{conns: standard.running})
 	if err != nil {
 		return nil, err
 	}
-	say("  capacity %.0f transactions a second, of %v processor time each, server on a processor of its own: %v", most, work, pinned)
+	defer probe.close()
+	probing := pick(short, 400*time.Millisecond, 200*time.Millisecond)
+	say("  transactions of %v processor time each, server on a processor of its own: %v", work, pinned)
 	loads := pick(short, []float64{0.25, 0.5, 0.8, 1, 1.5, 3, 10}, []float64{0.5, 1, 3, 10})
 	rounds := pick(short, 3, 1)
 	length, warm := pick(short, 1250*time.Millisecond, 700*time.Millisecond), pick(short, 250*time.Millisecond, 150*time.Millisecond)
@@ -126,24 +134,29 @@ func overload(ctx context.Context, b *bench, short bool) ([]*table, error) {
 		load float64
 	}
 	sums := make(map[cell]*tally)
-	per := make(map[cell][]float64)
+	most, per := make(map[cell]float64), make(map[cell][]float64) // sum of capacities; shares of them by round
 	for round := range rounds {
 		for _, x := range loads {
 			err := inTurn(peers, 1, func(_ int, p *peer) error {
-				t := load{rate: x * most, length: length, warm: warm, deadline: deadlines, seed: uint64(round)<<8 | uint64(x*4)}.run(p.call(0, s))
+				can, err := probe.most(standard.running, s, probing)
+				if err != nil {
+					return err
+				}
+				t := load{rate: x * can, length: length, warm: warm, deadline: deadlines, seed: uint64(round)<<8 | uint64(x*4)}.run(p.call(0, s))
 				k := cell{p.name, x}
 				if sums[k] == nil {
 					sums[k] = newTally(0)
 				}
 				sums[k].merge(t)
-				per[k] = append(per[k], t.goodput())
+				most[k] += can
+				per[k] = append(per[k], t.goodput()/can)
 				return b.settle(ctx, p.database)
 			})
 			if err != nil {
 				return nil, err
 			}
 			peers = append(peers[1:], peers[0])
-			say("  round %d of %d, %5.2f × capacity: pgx-gated %.0f/s, plain pgx %.0f/s", round+1, rounds, x, last(per[cell{gated, x}]), last(per[cell{plain, x}]))
+			say("  round %d of %d, %5.2f × capacity: pgx-gated %.2f of it, plain pgx %.2f", round+1, rounds, x, last(per[cell{gated, x}]), last(per[cell{plain, x}]))
 		}
 	}
 	t := tableOf("overload")
@@ -154,8 +167,8 @@ func overload(ctx context.Context, b *bench, short bool) ([]*table, error) {
 			if u == nil {
 				continue
 			}
-			n := float64(max(u.arrivals, 1))
-			t.add(name, x, most, float64(u.arrivals)/u.length.Seconds(), u.goodput(), slices.Min(per[k]), slices.Max(per[k]),
+			n, mean := float64(max(u.arrivals, 1)), most[k]/float64(rounds)
+			t.add(name, x, mean, float64(u.arrivals)/u.length.Seconds(), u.goodput(), u.goodput()/mean, slices.Min(per[k]), slices.Max(per[k]),
 				float64(u.ok)/n, float64(u.late)/n, float64(u.expired)/n, float64(u.refused)/n, float64(u.timedOut)/n, float64(u.failed)/n,
 				ms(u.latency, 50), ms(u.latency, 99), ms(u.latency, 100), ms(u.refusal, 50), ms(u.refusal, 99),
 				float64(u.used.ValueAtQuantile(99))/1000, ms(u.lag, 99), u.commonest())
@@ -437,7 +450,7 @@ func recoveredAfter(shares []float64, was float64, end int) float64 {
 func steady(ctx context.Context, b *bench, short bool) ([]*table, error) {
 	s := shape{{"select 1", nil}}
 	l := limits{running: 16, conns: 16, waiting: 1000, maxWait: time.Minute}
-	rounds, slice := pick(short, 15, 2), pick(short, 200*time.Millisecond, 100*time.Millisecond)
+	settings, rounds, slice := pick(short, 7, 1), pick(short, 3, 2), pick(short, 150*time.Millisecond, 100*time.Millisecond)
 	t := tableOf("steady")
 	for _, network := range []string{"loopback", "0.5 ms each way"} {
 		names := []string{plain, pool, semaphores, bulkheads, bouncer, gated}
@@ -451,44 +464,49 @@ func steady(ctx context.Context, b *bench, short bool) ([]*table, error) {
 			defer func() { b.via = "" }()
 			names = []string{plain, pool, semaphores, bulkheads, gated} // PgBouncer would be on either side of it
 		}
-		peers := b.open(ctx, names, l)
-		if len(peers) == 0 || peers[0].name != plain {
-			closeAll(peers)
-			return nil, errors.New("plain pgx, to compare with, cannot run")
-		}
 		for _, callers := range []int{1, 8, 64} {
-			rates, cpus := make(map[*peer][]float64), make(map[*peer]time.Duration)
-			err := inTurn(peers, rounds+1, func(round int, p *peer) error {
-				cpu := ownCPU()
-				r, err := closed(callers, slice, func(ctx context.Context) error { _, err := p.tx(ctx, 0, s); return err })
-				if err != nil {
-					return fmt.Errorf("%s: %w", p.name, err)
+			rates, ratios, cpus := make(map[string][]float64), make(map[string][]float64), make(map[string]time.Duration)
+			// With connections made anew now and then: on which processors the server's processes come to lie stays with a
+			// connection, and is worth more than what is measured.
+			for range settings {
+				peers := b.open(ctx, names, l)
+				if len(peers) == 0 || peers[0].name != plain {
+					closeAll(peers)
+					return nil, errors.New("plain pgx, to compare with, cannot run")
 				}
-				if round > 0 { // the first one only opens connections
-					rates[p] = append(rates[p], r)
-					cpus[p] += ownCPU() - cpu
-				}
-				return nil
-			})
-			if err != nil {
+				err := inTurn(peers, rounds+1, func(round int, p *peer) error {
+					cpu := ownCPU()
+					r, err := closed(callers, slice, func(ctx context.Context) error { _, err := p.tx(ctx, 0, s); return err })
+					if err != nil {
+						return fmt.Errorf("%s: %w", p.name, err)
+					}
+					if round > 0 { // the first one only opens connections
+						rates[p.name] = append(rates[p.name], r)
+						cpus[p.name] += ownCPU() - cpu
+					}
+					return nil
+				})
 				closeAll(peers)
-				return nil, err
+				if err != nil {
+					return nil, err
+				}
 			}
-			for _, p := range inOrder(peers) {
-				var ratios []float64
+			for _, name := range names {
 				done := 0.0
-				for i, r := range rates[p] {
-					ratios = append(ratios, r/rates[peers[0]][i])
+				for i, r := range rates[name] {
+					ratios[name] = append(ratios[name], r/rates[plain][i])
 					done += r * slice.Seconds()
 				}
-				r := median(rates[p])
-				t.add(network, callers, p.name, r, 1e6/r, float64(cpus[p].Microseconds())/done, median(ratios), quantileOf(ratios, 0.25), quantileOf(ratios, 0.75))
-				if p.name == gated {
-					say("  %s, %d callers: pgx-gated %.0f/s, %.3f of plain pgx", network, callers, r, median(ratios))
+				if done == 0 {
+					continue // it cannot run here, or was not asked for
+				}
+				r := median(rates[name])
+				t.add(network, callers, name, r, 1e6/r, float64(cpus[name].Microseconds())/done, median(ratios[name]), quantileOf(ratios[name], 0.25), quantileOf(ratios[name], 0.75))
+				if name == gated {
+					say("  %s, %d callers: pgx-gated %.0f/s, %.3f of plain pgx", network, callers, r, median(ratios[name]))
 				}
 			}
 		}
-		closeAll(peers)
 	}
 	return []*table{t}, nil
 }

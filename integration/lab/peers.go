@@ -199,6 +199,7 @@ var openers = map[string]func(ctx context.Context, b *bench, p *peer, dsn string
 		if err != nil {
 			return err
 		}
+		db.SetMaxIdleConns(l.running + l.waiting) // as the README says
 		p.close = func() { _ = db.Close() }
 		p.tx = func(ctx context.Context, workload int, s shape) (begun time.Time, err error) {
 			if workload == 1 {

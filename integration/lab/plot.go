@@ -211,11 +211,10 @@ func drawOverload(dir string) error {
 		return err
 	}
 	peers := t.distinct("peer")
-	most := t.float(t.rows[0], "capacity_per_s")
 	column := func(name string) func(peer string) plotter.XYs {
 		return func(peer string) (xy plotter.XYs) {
 			for _, r := range t.where("peer", peer) {
-				if v := t.float(r, name); !(t.float(r, "goodput_per_s") == 0 && name != "goodput_per_s") {
+				if v := t.float(r, name); !(t.float(r, "goodput_per_s") == 0 && name != "goodput_of_capacity") {
 					xy = append(xy, plotter.XY{X: t.float(r, "load"), Y: v})
 				}
 			}
@@ -232,22 +231,22 @@ func drawOverload(dir string) error {
 		p.X.Tick.Marker = plot.ConstantTicks(ticks)
 	}
 
-	p := newPlot("Transactions finished within their callers' deadlines", "offered load, as a multiple of capacity", "goodput, transactions per second")
+	p := newPlot("Transactions finished within their callers' deadlines", "offered load, as a multiple of capacity", "goodput, as a share of capacity")
 	axis(p)
 	grid(p)
-	bound, err := plotter.NewLine(plotter.XYs{{X: t.float(t.rows[0], "load"), Y: most}, {X: t.float(t.rows[len(t.rows)-1], "load"), Y: most}})
+	bound, err := plotter.NewLine(plotter.XYs{{X: t.float(t.rows[0], "load"), Y: 1}, {X: t.float(t.rows[len(t.rows)-1], "load"), Y: 1}})
 	if err != nil {
 		return err
 	}
 	bound.LineStyle = draw.LineStyle{Color: grey, Width: 0.8}
 	p.Add(bound)
-	l, err := lines(p, peers, column("goodput_per_s"), true)
+	l, err := lines(p, peers, column("goodput_of_capacity"), true)
 	if err != nil {
 		return err
 	}
-	l.entries = append(l.entries, entry{"capacity", most, []plot.Thumbnailer{bound}})
+	l.entries = append(l.entries, entry{"capacity", 1, []plot.Thumbnailer{bound}})
 	p.Y.Min = 0
-	p.Y.Max = max(p.Y.Max, most) * 1.05
+	p.Y.Max = max(p.Y.Max, 1) * 1.05
 	if err := saveLines(dir, "overload", p, l); err != nil {
 		return err
 	}

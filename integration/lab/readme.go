@@ -117,9 +117,9 @@ func (r results) OfBest(load string) string {
 	t := r["overload"]
 	best := 0.0
 	for _, row := range t.where("peer", gated) {
-		best = max(best, t.float(row, "goodput_per_s"))
+		best = max(best, t.float(row, "goodput_of_capacity"))
 	}
-	v, ok := t.value("goodput_per_s", "peer", gated, "load", load)
+	v, ok := t.value("goodput_of_capacity", "peer", gated, "load", load)
 	if !ok || best == 0 {
 		return "–"
 	}
@@ -206,7 +206,8 @@ func (r results) Wins() (wins []win) {
 	}
 	if r.Has("overload") {
 		for _, x := range r["overload"].distinct("load") {
-			add("overload", "goodput/s at "+x+"×", "goodput_per_s", false, "load", x)
+			what, column := goodputAt(x)
+			add("overload", what, column, false, "load", x)
 		}
 	}
 	add("storm", "goodput/s in the storm", "goodput_per_s", false)
@@ -255,7 +256,7 @@ var costTemplate = template.Must(template.New("cost").Parse(`## Cost
 Everything here was measured by ` + "`go -C integration run ./lab`" + ` on {{.Is "processors"}} processors ({{.Is "processor"}}, {{.Is "system"}}), {{.Is "go"}}, PostgreSQL {{.Is "postgresql"}}, {{.Is "pooler"}},
 pgx {{.Is "github.com/jackc/pgx/v5"}}, failsafe-go {{.Is "github.com/failsafe-go/failsafe-go"}}, {{.Is "date"}}{{if eq (.Is "short") "true"}} (**a short run: orders of magnitude only**){{end}}; raw data, and every plot, in
 [integration/lab/results](integration/lab/results). Peers take turns within one run; arrivals do not wait for answers, and latency counts from
-the intended arrival. Absolute figures are the machine's, ratios carry over better.
+the intended arrival. The collector runs at GOGC=400, as a service's heap is larger than the lab's. Absolute figures are the machine's, ratios carry over better.
 {{if .Has "steady"}}
 **Steady state**: BEGIN, SELECT 1, COMMIT as fast as it goes, 16 connections, as a ratio to plain pgx of the same moment (median of the rounds).
 
@@ -268,14 +269,14 @@ the intended arrival. Absolute figures are the machine's, ratios carry over bett
 That is {{.Get "steady" "us_per_tx" "network" "loopback" "callers" "1"}} µs a transaction for one caller on loopback, and {{.Get "steady" "us_per_tx" "peer" "pgx, MaxOpenConns" "network" "loopback" "callers" "1"}} µs with plain pgx.
 {{end -}}
 {{if .Has "overload"}}
-**Overload**: transactions of 4 ms of the server's processor, a pool of 5, the gate's defaults (4 running, 40 waiting, 100 ms), callers with 20 to 200 ms; finished in time per second,
-of {{.Get "overload" "capacity_per_s"}} that fit. At 3× pgx-gated has {{.OfBest "3"}} of its best, at 10× {{.OfBest "10"}}. What it refuses at once is answered within {{.Get "overload" "refusal_p99_ms" "load" "10"}} ms (p99, at 10×), and what it lets in takes {{.Percent "overload" "admitted_p99_of_deadline" "peer" "pgx-gated" "load" "3"}} of its deadline
+**Overload**: transactions of 4 ms of the server's processor, a pool of 5, the gate's defaults (4 running, 40 waiting, 100 ms), callers with 20 to 200 ms; what was finished in time,
+as a share of what the machine could do at that moment. At 3× pgx-gated has {{.OfBest "3"}} of its best, at 10× {{.OfBest "10"}}. What it refuses at once is answered within {{.Get "overload" "refusal_p99_ms" "load" "10"}} ms (p99, at 10×), and what it lets in takes {{.Percent "overload" "admitted_p99_of_deadline" "peer" "pgx-gated" "load" "3"}} of its deadline
 (p99, at 3×; {{.Percent "overload" "admitted_p99_of_deadline" "peer" "pgx-gated" "load" "10"}} at 10×).
 
 | |{{range $x := .Loads}} {{$x}}× |{{end}} p99 at 1×, ms | at 10× |
 | --- |{{range .Loads}} --- |{{end}} --- | --- |
 {{- range $p := .Peers "overload"}}
-| {{$r.Show $p}} |{{range $x := $r.Loads}} {{$r.Get "overload" "goodput_per_s" "peer" $p "load" $x}} |{{end}} {{$r.Get "overload" "p99_ms" "peer" $p "load" "1"}} | {{$r.Get "overload" "p99_ms" "peer" $p "load" "10"}} |
+| {{$r.Show $p}} |{{range $x := $r.Loads}} {{$r.Get "overload" "goodput_of_capacity" "peer" $p "load" $x}} |{{end}} {{$r.Get "overload" "p99_ms" "peer" $p "load" "1"}} | {{$r.Get "overload" "p99_ms" "peer" $p "load" "10"}} |
 {{- end}}
 {{end -}}
 {{if .Has "storm"}}
