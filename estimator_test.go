@@ -154,6 +154,85 @@ func TestEstimateOfExtremes(t *testing.T) {
 	}
 }
 
+// Among those who have so much time left that a permit does the most good, nobody need have more: that is checked by giving one permit to
+// 100,000 in turn who have all the same time left.
+func TestWorthIsTheTimeThatMakesGoodUseOfAPermit(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	for _, c := range []struct {
+		name    string
+		draw    func() float64 // ms
+		overrun time.Duration
+	}{
+		{"constant", func() float64 { return 20 }, time.Millisecond},
+		{"uniform", func() float64 { return 8 + 22*r.Float64() }, 0},
+		{"uniform, with an overrun", func() float64 { return 8 + 22*r.Float64() }, 20 * time.Millisecond},
+		{"exponential", func() float64 { return 20 * r.ExpFloat64() }, 5 * time.Millisecond},
+		{"lognormal", func() float64 { return math.Exp(2 + 1.5*r.NormFloat64()) }, 5 * time.Millisecond},
+		{"90% of 1 ms, 10% of 200 ms", func() float64 {
+			if r.Float64() < .9 {
+				return 1
+			}
+			return 200
+		}, 5 * time.Millisecond},
+		{"10% of 1 ms, 90% of 200 ms", func() float64 {
+			if r.Float64() < .1 {
+				return 1
+			}
+			return 200
+		}, 5 * time.Millisecond},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var e estimator
+			holds := make([]time.Duration, 100_000)
+			for i := range holds {
+				holds[i] = duration(c.draw())
+				e.add(holds[i])
+			}
+			e.overran(c.overrun)
+			good := func(left time.Duration) float64 {
+				done, took := 0.0, time.Duration(0)
+				for _, hold := range holds {
+					if hold <= left {
+						done++
+						took += hold
+					} else {
+						took += left + c.overrun
+					}
+				}
+				return done / took.Seconds()
+			}
+			var best float64
+			for i := range estimatorBins - 1 {
+				best = max(best, good(estimatorEdge(i+1)))
+			}
+			// The estimate rests on some 400 holds.
+			worth := e.worth()
+			if share := good(worth) / best; share < 0.9 {
+				t.Errorf("%v makes %.3f of the best use, want 0.95", worth, share)
+			}
+			if share := good(worth*9/10) / best; share > 0.98 {
+				t.Errorf("less than %v makes %.3f of the best use, too", worth, share)
+			}
+			t.Logf("p10 %v, worth %v", e.p10(), worth)
+		})
+	}
+	var e estimator
+	for range 2 * estimatorMin {
+		e.addAtLeast(time.Second)
+	}
+	if e.p10() == 0 || e.worth() != 0 {
+		t.Errorf("where nothing was successful p10 is %v and worth %v, want 0", e.p10(), e.worth())
+	}
+	e.add(20 * time.Millisecond)
+	first := e.worth()
+	for range 100 {
+		e.add(60 * time.Millisecond)
+	}
+	if e.worth() < 60*time.Millisecond {
+		t.Errorf("worth %v after the work has changed, %v before", e.worth(), first)
+	}
+}
+
 // Work that was cut off raises the estimate, and never lowers it.
 func TestEstimatorLearnsFromWhatWasCutOff(t *testing.T) {
 	var e estimator

@@ -40,7 +40,7 @@ import (
 //	         no admission permit   → ErrAdmissionFull
 //	         cannot make deadline  → ErrDeadlineShort
 //	         otherwise             → queue, until granted, MaxWait, hopeless, context done or closed
-//	release: running-1, then hand over to the first in line that may run
+//	release: running-1, then hand over to the first in line that may run; in a long line, that has time enough
 //
 // Rejected: two counting semaphores, one per level, as this is usually written by hand. Between them a permit is free
 // while its waiter has not woken yet (I2), a waiter that gives up must be told apart from one that was just granted in
@@ -126,8 +126,8 @@ var (
 	ErrAdmissionFull error = reason("admission full")
 	// ErrWaitTimeout: admitted, but no running permit came within MaxWait.
 	ErrWaitTimeout error = reason("no running permit within the maximum wait")
-	// ErrDeadlineShort: the caller's deadline leaves less time than such work takes. Nothing has run out yet, so it does
-	// not match context.DeadlineExceeded.
+	// ErrDeadlineShort: the caller's deadline leaves less time than such work takes, or in a long line than makes good use of a
+	// permit (Stats.Estimates, Stats.Worthwhile). Nothing has run out yet, so it does not match context.DeadlineExceeded.
 	ErrDeadlineShort error = reason("deadline too short for such work")
 )
 
@@ -221,8 +221,13 @@ type Stats struct {
 	// a deadline with. A kind without an estimate is absent.
 	Estimates map[string]time.Duration
 
+	// Worthwhile is, by the same kinds, the time that must be left of a deadline where the line is long: a permit that is given with
+	// it finishes 95 % as many operations, for the time that permits are held, as it can. A line is long where more wait
+	// than Running, or than half of Waiting if that is less. Absent where nothing was successful lately.
+	Worthwhile map[string]time.Duration
+
 	// Workloads has a snapshot for each workload, taken at the same instant: limits, gauges, outcomes, the two ages and
-	// estimates. The rest is kept for the gate only. Nil without workloads.
+	// the two estimates. The rest is kept for the gate only. Nil without workloads.
 	Workloads map[string]Stats
 }
 
@@ -375,7 +380,8 @@ type slot struct {
 	next     int32 // free places
 	b        *budget
 	since    time.Duration
-	trace    *trace // nil without gate_leak_threshold
+	cut      time.Duration // when the caller's deadline ended the operation, 0 if it did not
+	trace    *trace        // nil without gate_leak_threshold
 }
 
 // member is one of several databases behind a gate.
@@ -487,7 +493,7 @@ func (g *Gate) wait(ctx context.Context, m *member, b *budget, k kind, deadline 
 	hopeless := b.hopelessAt(k, deadline)
 	var why error
 	switch {
-	case hopeless != 0 && now > hopeless:
+	case hopeless != 0 && now > hopeless || g.worthlessLocked(b, k, deadline, now, b.waiting):
 		why = ErrDeadlineShort
 		b.deadlineShort++
 	case maxWait <= 0:
@@ -689,6 +695,7 @@ func (g *Gate) cutOff(h handle) {
 	now := g.now()
 	g.mu.Lock()
 	if s := g.slotLocked(h); s != nil && s.kind.estimated() {
+		s.cut = now
 		s.b.estimates[s.kind].addAtLeast(now - s.since)
 	}
 	g.mu.Unlock()
@@ -806,7 +813,7 @@ func (g *Gate) snapshot() (s, without Stats, closed bool) {
 			s.WouldReject[r] += n
 		}
 		if i == 0 {
-			s.Estimates, without = bs.Estimates, bs
+			s.Estimates, s.Worthwhile, without = bs.Estimates, bs.Worthwhile, bs
 			continue
 		}
 		bs.Limits.MaxWait = g.limits.MaxWait
@@ -891,7 +898,7 @@ func (g *Gate) grantLocked(b *budget, k kind, now time.Duration) handle {
 	}
 	s := &g.slots[i]
 	s.gen++
-	s.kind, s.b, s.since, s.draining, s.virtual = k, b, now, false, virtualNone
+	s.kind, s.b, s.since, s.cut, s.draining, s.virtual = k, b, now, 0, false, virtualNone
 	return handle{i, s.gen, now}
 }
 
@@ -912,7 +919,10 @@ func (g *Gate) takeBackLocked(h handle, s *slot, now time.Duration, ok bool) ret
 	if s.b.index > 0 { // the calls without a workload are refused by the gate's limits only
 		s.b.meanHold.add(back.hold)
 	}
-	if ok && s.kind.estimated() {
+	switch {
+	case s.cut > 0:
+		s.b.estimates[s.kind].overran(now - s.cut)
+	case ok && s.kind.estimated():
 		s.b.estimates[s.kind].add(back.hold)
 	}
 	g.freeLocked(h, now)
@@ -953,7 +963,8 @@ func (g *Gate) freeLocked(h handle, now time.Duration) {
 
 // handOverLocked grants to those in line as long as somebody may run (I2). The first to come among the heads of the
 // queues that may run is next (I4). One that can no longer make its deadline is refused here if its timer has not done
-// so yet, unless nobody else may run: then nothing is lost by letting it try.
+// so yet, unless nobody else may run: then nothing is lost by letting it try. One that has too little time left for a
+// long line is refused, too.
 func (g *Gate) handOverLocked(now time.Duration) {
 	if g.observe {
 		g.virtualHandOverLocked(now)
@@ -986,13 +997,24 @@ func (g *Gate) nextLocked(now time.Duration) *waiter {
 		if next == nil {
 			return nil
 		}
-		if at := next.b.hopelessAt(next.kind, next.deadline); at != 0 && now > at && !alone {
+		hopeless := next.b.hopelessAt(next.kind, next.deadline)
+		if hopeless != 0 && now > hopeless && !alone || g.worthlessLocked(next.b, next.kind, next.deadline, now, next.b.waiting) {
 			g.wakeLocked(next, refused)
 			continue
 		}
 		return next
 	}
 	return nil
+}
+
+// worthlessLocked tells that a permit does more good with one of those behind, as so little is left of the deadline of who
+// is at the head of b's queue, which is waiting long. Only a queue that is longer than what runs says that work comes faster
+// than it is done: in a shorter one whoever fails costs nobody anything.
+func (g *Gate) worthlessLocked(b *budget, k kind, deadline, now time.Duration, waiting int) bool {
+	if deadline == 0 || waiting <= max(1, min(b.limits.Running, g.limits.Running, b.limits.Waiting/2, g.limits.Waiting/2)) {
+		return false
+	}
+	return deadline-now < b.estimates[k].worth()
 }
 
 // wakeLocked takes w out of its queue and tells it how its wait ended.
@@ -1113,6 +1135,12 @@ func (b *budget) statsLocked(observe bool, now time.Duration) Stats {
 			}
 			s.Estimates[kind(k).String()] = p10
 		}
+		if worth := b.estimates[k].worth(); worth != 0 {
+			if s.Worthwhile == nil {
+				s.Worthwhile = make(map[string]time.Duration)
+			}
+			s.Worthwhile[kind(k).String()] = worth
+		}
 	}
 	return s
 }
@@ -1126,9 +1154,10 @@ type virtualQueue struct {
 }
 
 type virtualWaiter struct {
-	slot  int32
-	until time.Duration // when its wait would end without a permit
-	short bool          // by its deadline
+	slot     int32
+	until    time.Duration // when its wait would end without a permit
+	short    bool          // by its deadline
+	deadline time.Duration // 0: none
 }
 
 type virtualState uint8
@@ -1156,12 +1185,12 @@ func (g *Gate) observeLocked(b *budget, k kind, deadline time.Duration, c *call,
 	case len(v.waiting) >= g.limits.Waiting || v.running+len(v.waiting) >= g.limits.Running+g.limits.Waiting ||
 		b.virtualWaiting >= b.limits.Waiting || b.virtualRunning+b.virtualWaiting >= b.limits.Running+b.limits.Waiting:
 		b.wouldFull++
-	case hopeless != 0 && now > hopeless:
+	case hopeless != 0 && now > hopeless || g.worthlessLocked(b, k, deadline, now, b.virtualWaiting):
 		b.wouldShort++
 	case maxWait <= 0:
 		b.wouldTimeout++
 	default:
-		w := virtualWaiter{slot: h.slot, until: now + maxWait}
+		w := virtualWaiter{slot: h.slot, until: now + maxWait, deadline: deadline}
 		if hopeless != 0 && hopeless < w.until {
 			w.until, w.short = hopeless, true
 		}
@@ -1201,7 +1230,13 @@ func (g *Gate) virtualHandOverLocked(now time.Duration) {
 		if g.virtual.running >= g.limits.Running || s.b.virtualRunning >= s.b.limits.Running {
 			return false
 		}
+		worthless := g.worthlessLocked(s.b, s.kind, w.deadline, now, s.b.virtualWaiting)
 		s.b.virtualWaiting--
+		if worthless {
+			s.b.wouldShort++
+			s.virtual = virtualNone
+			return true
+		}
 		g.virtualGrantLocked(s)
 		return true
 	})
@@ -1228,40 +1263,52 @@ func (g *Gate) expireLocked(now time.Duration) {
 	})
 }
 
-// estimator keeps a low quantile, p10, of how long operations of one workload and kind hold their permit.
+// estimator keeps how long operations of one workload and kind hold their permit, and says two things of a deadline.
 //
-// A deadline that is shorter than p10 cannot be made by nine out of ten, so the call is refused while that still helps
-// it. Tried and rejected, in simulation: the mean of holds plus a predicted wait (refuses up to 3 % that would have
+// p10, a low quantile. A deadline that is shorter cannot be made by nine out of ten, so the call is refused while that still
+// helps it. Tried and rejected, in simulation: the mean of holds plus a predicted wait (refuses up to 3 % that would have
 // finished and loses up to 18 % of goodput on mixed work); newest first instead (as good, but starves whoever waits);
 // bins an octave wide (cost 12 % of goodput on work of constant length); one estimate for all kinds (refuses every fast
 // select beside slow transactions).
 //
+// worth, for a line that is longer than what runs, where most will not be served whatever is done: whom to serve. First come,
+// first served with p10 alone serves those who have waited until they just fail. With three times the load that fits,
+// in virtual time, finished of what the permits could do without deadline-aware admission, with p10, and with both:
+//
+//	holds 13.5 to 16.5 ms, all deadlines 50 ms        1 %, 32 %, 100 %
+//	holds 10 to 30 ms, all deadlines 60 ms            2 %, 21 %, 100 %
+//	holds 21 to 45 ms, deadlines 0 to 120 ms         61 %, 80 %, 100 %
+//	holds 8 to 30 ms, deadlines 20 to 200 ms         91 %, 95 %, 102 %
+//
+// Below what fits nothing changes. It is not a fixed quantile, as what is good for holds of much the same length is bad for others:
+// p90 loses 6 % where a tenth takes 200 ms and the rest 1 ms, and 5 % of exponential holds just above what fits. What an
+// operation that fails costs beyond its deadline is measured, as it may be half a second or nothing. Only refusing it when
+// one of the next few in line has more time was tried: as good as nothing where all deadlines are the same, as all of those have
+// waited long.
+//
 // Bins are a sixteenth of an octave (about 4 % wide), their counts halve every 512 samples, and there is no estimate
-// before 5; up to 10 it is the shortest hold seen. Waiting for 16 was tried: where cancelled work keeps its permit for long (a
+// before 5; up to 10 p10 is the shortest hold seen. Waiting for 16 was tried: where cancelled work keeps its permit for long (a
 // statement that takes 0.5 s to stop), a line served without an estimate let hardly anything succeed, so that there never
 // were 16: 2 transactions a second instead of 68.
 //
-// After 64 samples in a row that all lie beyond the estimate, which in steady work happens to one sample in 8,000, the work has
+// After 64 samples in a row that all lie beyond p10, which in steady work happens to one sample in 8,000, the work has
 // become slower and what was known is dropped: by halving alone the estimate would need some 800 samples to rise, six seconds
 // of 8 permits held for 60 ms. It falls within 60 samples as it is. A memory of 64 samples would do both, but its quantile
 // would rest on six of them.
 //
-// Work that its deadline cut off counts with the time it had, if that is more than the estimate: successful holds alone
-// are those of the fast, and with a spread in them the line is served to those who just fail. (What was cut off sooner says
-// nothing: it was let in because a permit was free.) That helps where all callers have the same deadline and it,
-// not MaxWait, ends their wait: 32 % of what the permits could do with holds of 13.5 to 16.5 ms, deadlines of 50 ms and three
-// times the load, 19 % from successful holds alone, 1 % without deadline-aware admission; elsewhere it changes less than
-// 2 %. A MaxWait shorter than the deadline less a long hold still does better there.
+// Work that its deadline cut off counts with the time it had, if that is more than p10: successful holds alone are those of the
+// fast. (What was cut off sooner says nothing: it was let in because a permit was free.)
 //
-// But among 64 in a row beyond the estimate it is no example of how long such work takes, only of how little is not enough. There the
+// But among 64 in a row beyond p10 it is no example of how long such work takes, only of how little is not enough. There the
 // shortest success counts, or the longest that was cut off where nothing succeeded; then it is a guess, which the first success
-// replaces. Taking the shortest of all instead was tried: it was always one that had had just more than the estimate, which so crept
+// replaces. Taking the shortest of all instead was tried: it was always one that had had just more than p10, which so crept
 // up by a bin a second while nearly everything was cut off, each time costing a connection that made the next one longer: 30
-// to 100 transactions a second for up to 8 s, where the permits could do 190. Such a row raises the estimate by half an octave at
+// to 100 transactions a second for up to 8 s, where the permits could do 190. Such a row raises p10 by half an octave at
 // most, as who knows at once what is slow refuses wrongly when it becomes fast again (5, 60, 5 ms: 2.3 % instead of 0.1 %).
 // In the beginning, when nothing was successful yet, the longest that was cut off stands for all in the same way.
 //
-// add moves a cursor by a few bins, p10 reads it; both allocate nothing. Holds below 8 µs count as 8 µs.
+// add moves a cursor by a few bins, p10 reads it; worth looks at all bins once in 16 samples, some 400 ns, and only where a line
+// is long. None allocates. Holds below 8 µs count as 8 µs.
 type estimator struct {
 	bins  [estimatorBins]uint32
 	n     uint32 // sum of bins
@@ -1272,6 +1319,10 @@ type estimator struct {
 	low   int    // the lowest bin of those that were successful, estimatorBins without any
 	high  int    // the highest bin of those that were cut off
 	guess bool   // nothing was successful lately: the longest that was cut off stands for all
+
+	overrun mean          // how long a permit is held on after a deadline has ended the work
+	worthIs time.Duration // what worth was when it was last worked out, 0 if it was not
+	stale   uint32        // samples since then
 }
 
 const (
@@ -1280,14 +1331,15 @@ const (
 	estimatorMin   = 5
 	estimatorMax   = 512
 	estimatorAbove = 64
-	estimatorStep  = 8   // bins
+	estimatorStep  = 8 // bins
+	estimatorStale = 16
 	estimatorUnit  = 256 // what a sample counts: halving whole ones would lose those that are alone in their bin, below p10 most of them
 )
 
 // add counts a successful operation.
 func (e *estimator) add(d time.Duration) {
 	if e.guess {
-		*e = estimator{seen: e.seen}
+		*e = estimator{seen: e.seen, overrun: e.overrun}
 	}
 	e.sample(estimatorBin(d), true)
 }
@@ -1314,12 +1366,13 @@ func (e *estimator) sample(i int, successful bool) {
 				return
 			}
 			i = min(e.low, most) // stands for them all, until there are more
-			*e = estimator{seen: e.seen, at: i, n: (estimatorMin - 1) * estimatorUnit}
+			*e = estimator{seen: e.seen, at: i, n: (estimatorMin - 1) * estimatorUnit, overrun: e.overrun}
 			e.bins[i] = e.n
 		}
 	}
 	e.bins[i] += estimatorUnit
 	e.n += estimatorUnit
+	e.stale++
 	if e.seen < estimatorMin {
 		e.seen++
 	}
@@ -1360,7 +1413,7 @@ func (e *estimator) addAtLeast(d time.Duration) {
 
 // guessed makes bin i the estimate until there is a success.
 func (e *estimator) guessed(i int) {
-	*e = estimator{seen: min(e.seen+1, estimatorMin), n: estimatorUnit, at: i, guess: true}
+	*e = estimator{seen: min(e.seen+1, estimatorMin), n: estimatorUnit, at: i, guess: true, overrun: e.overrun}
 	e.bins[i] = estimatorUnit
 }
 
@@ -1369,7 +1422,45 @@ func (e *estimator) p10() time.Duration {
 	if e.seen < estimatorMin {
 		return 0
 	}
-	return time.Duration(16+e.at%16) << (e.at/16 + estimatorShift - 4)
+	return estimatorEdge(e.at)
+}
+
+// overran counts how long the permit of an operation that its deadline cut off was held on.
+func (e *estimator) overran(d time.Duration) {
+	e.overrun.add(d)
+	e.stale++
+}
+
+// worth is the shortest time left of a deadline with which a permit does 95 % of the good that it can: as many operations are
+// successful for the time that permits are held. 0 where that is not known.
+func (e *estimator) worth() time.Duration {
+	if e.seen < estimatorMin || e.guess {
+		return 0
+	}
+	if e.worthIs > 0 && e.stale < estimatorStale {
+		return e.worthIs
+	}
+	var good [estimatorBins]float64
+	var best, done, took float64
+	for i, c := range e.bins {
+		if c == 0 {
+			continue
+		}
+		// With the time of this bin left, those of the bins up to it are successful, and all others are cut off.
+		low, high := float64(estimatorEdge(i)), float64(estimatorEdge(i+1))
+		done += float64(c)
+		took += float64(c) * (low + high) / 2
+		good[i] = done / (took + (float64(e.n)-done)*(high+float64(e.overrun)))
+		best = max(best, good[i])
+	}
+	i := slices.IndexFunc(good[:], func(g float64) bool { return g >= 0.95*best })
+	e.worthIs, e.stale = estimatorEdge(i+1), 0
+	return e.worthIs
+}
+
+// estimatorEdge is the lower edge of a bin.
+func estimatorEdge(i int) time.Duration {
+	return time.Duration(16+i%16) << (i/16 + estimatorShift - 4)
 }
 
 func estimatorBin(d time.Duration) int {

@@ -211,3 +211,15 @@ type trivialConn struct{}
 func (trivialConn) Prepare(string) (driver.Stmt, error) { return nil, driver.ErrSkip }
 func (trivialConn) Close() error                        { return nil }
 func (trivialConn) Begin() (driver.Tx, error)           { return nil, driver.ErrSkip }
+
+func BenchmarkWorth(b *testing.B) {
+	var e estimator
+	for i := range 500 {
+		e.add(time.Duration(5+i%40) * time.Millisecond)
+	}
+	b.ReportAllocs()
+	for range b.N {
+		e.worthIs = 0
+		e.worth()
+	}
+}

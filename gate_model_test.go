@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -35,7 +36,7 @@ type operation struct {
 type script struct {
 	Aware  bool
 	Limits [3]Limits // the gate's and the workloads'
-	Learn  int       // ms of the holds with which the estimates start, 0 none
+	Learn  int       // ms of the shortest hold with which the estimates start, 0 none; the others are three times as long
 	Do     []operation
 }
 
@@ -165,6 +166,21 @@ func (m *model) hopelessAt(c *modelCall) time.Duration {
 	return -1
 }
 
+// worthless tells that c has too little time left while the line that it is in is a long one.
+func (m *model) worthless(c *modelCall) bool {
+	line, long := 0, math.MaxInt
+	for _, other := range m.calls {
+		if other.state == isWaiting && other.workload == c.workload {
+			line++
+		}
+	}
+	for _, i := range c.levels() {
+		long = min(long, m.Limits[i].Running, m.Limits[i].Waiting/2)
+	}
+	return m.Aware && c.kind.estimated() && c.deadline >= 0 && line > max(long, 1) &&
+		c.deadline-m.now < m.estimates[c.workload][c.kind].worth()
+}
+
 func (m *model) run(c *modelCall) {
 	c.state, c.granted, c.waited = isRunning, m.now, m.now-c.arrived
 }
@@ -195,7 +211,7 @@ func (m *model) arrive(c *modelCall, maxWait time.Duration, dead state) {
 		m.run(c)
 	case slices.ContainsFunc(c.levels(), m.full):
 		m.end(c, isFull, maxWait)
-	case c.hopeless >= 0 && m.now > c.hopeless:
+	case c.hopeless >= 0 && m.now > c.hopeless, m.worthless(c):
 		m.end(c, isShort, maxWait)
 	case maxWait <= 0:
 		m.end(c, isTimedOut, maxWait)
@@ -218,7 +234,7 @@ func (m *model) settle() {
 		if len(may) == 0 {
 			break
 		}
-		if at := m.hopelessAt(may[0]); at >= 0 && m.now > at && len(may) > 1 {
+		if at := m.hopelessAt(may[0]); at >= 0 && m.now > at && len(may) > 1 || m.worthless(may[0]) {
 			may[0].state = isShort
 			refused = append(refused, may[0])
 			continue
@@ -306,7 +322,7 @@ func play(t *testing.T, s script) error {
 	}
 	learned := uint64(0)
 	for i, name := range workloadNames {
-		for range estimatorMin * min(s.Learn, 1) {
+		for n := range estimatorMin * min(s.Learn, 1) {
 			ctx := context.Background()
 			if name != "" {
 				ctx = WithWorkload(ctx, name)
@@ -316,6 +332,9 @@ func play(t *testing.T, s script) error {
 				return err
 			}
 			hold := time.Duration(s.Learn) * time.Millisecond
+			if n > 0 {
+				hold *= 3
+			}
 			time.Sleep(hold)
 			g.release(h, true)
 			m.estimates[i][kindTx].add(hold)

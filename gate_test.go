@@ -687,6 +687,52 @@ func TestFreePermitIsNeverRefusedForItsDeadline(t *testing.T) {
 	})
 }
 
+// A line that is longer than what runs is for those who have the time that makes good use of a permit.
+func TestLongLineIsForThoseWithTimeLeft(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := Limits{Running: 1, Waiting: 10, MaxWait: time.Minute}
+		g := newTestGate(t, l)
+		background := context.Background()
+		for i := range estimatorMin { // p10 is 20 ms, and with 60 ms left a permit does nearly twice the good
+			h, err := g.acquire(background, kindTx, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(20 * time.Millisecond)
+			if i > 0 {
+				time.Sleep(40 * time.Millisecond)
+			}
+			g.release(h, true)
+		}
+		const little = 50 * time.Millisecond
+		holder := try(g, background, kindTx)
+		first, second := try(g, within(t, little), kindTx), try(g, within(t, little), kindTx)
+		hand := try(g, within(t, little), kindHand) // asks no estimate
+		endless := try(g, background, kindTx)
+		enough := try(g, within(t, 70*time.Millisecond), kindTx)
+		late := try(g, within(t, little), kindTx)
+		late.mustFail(t, ErrDeadlineShort, 0)
+		mustRefuse(t, late.end().err, ErrDeadlineShort, "", 1, 5, l)
+		time.Sleep(time.Millisecond)
+		holder.release()
+		first.mustFail(t, ErrDeadlineShort, time.Millisecond)
+		second.mustFail(t, ErrDeadlineShort, time.Millisecond)
+		hand.mustRun(t)
+		endless.mustWait(t)
+		hand.release()
+		endless.mustRun(t)
+
+		// One in line, or as many as run: nothing is lost by letting them try.
+		enough.mustWait(t)
+		last := try(g, within(t, little), kindTx)
+		time.Sleep(20 * time.Millisecond)
+		endless.release()
+		enough.mustFail(t, ErrDeadlineShort, 21*time.Millisecond)
+		last.mustRun(t)
+		last.release()
+	})
+}
+
 func TestHopelessWaiterRunsIfNobodyElseMay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newWorkloadGate(t, Limits{Running: 3, Waiting: 9, MaxWait: time.Minute}, workload{"a", Limits{Running: 1, Waiting: 5}}, workload{"b", Limits{Running: 3, Waiting: 5}})
@@ -1018,6 +1064,15 @@ func TestObserveCountsWhatEnforceRefuses(t *testing.T) {
 		},
 		"deadline short while it waits": {
 			steps: []step{{0, 500 * ms, plain, "", Limits{}}, {ms, 60 * ms, with(-1, 70*ms), "", Limits{}}},
+			short: 1,
+		},
+		"too little time in a long line": {
+			// When the permit comes back 20.5 ms are left to the first in line, as much as p10; somebody with more time waits, too.
+			steps: []step{{0, 60 * ms, plain, "", Limits{}}, {ms, 60 * ms, with(-1, 79500*time.Microsecond), "", Limits{}}, {2 * ms, 90 * ms, plain, "", Limits{}}},
+			short: 1,
+		},
+		"too little time when the line is long already": {
+			steps: []step{{0, 0, nil, "", Limits{1, 4, 100 * ms}}, {0, 90 * ms, plain, "", Limits{}}, {ms, 90 * ms, plain, "", Limits{}}, {2 * ms, 90 * ms, plain, "", Limits{}}, {3 * ms, 10 * ms, with(-1, 20500*time.Microsecond), "", Limits{}}},
 			short: 1,
 		},
 		"a workload at its limit blocks nobody": {

@@ -90,6 +90,7 @@ var catalogue = []struct {
 	{"oldest_wait_seconds", "How long the first in the queue has waited.", []string{"workload"}},
 	{"oldest_hold_seconds", "How long the permit that is out longest has been out.", []string{"workload"}},
 	{"deadline_estimate_seconds", "The p10 of holds that deadline-aware admission compares a deadline with, by kind; 0: none yet.", []string{"kind", "workload"}},
+	{"deadline_worthwhile_seconds", "The time that must be left of a deadline where more wait than run, by kind; 0: not known.", []string{"kind", "workload"}},
 	{"leases_overdue", "Permits that have been out for longer than gate_leak_threshold.", nil},
 	{"acquires_total", "Calls, by what the gate answered.", []string{"outcome", "workload"}},
 	{"bypassed_total", "Calls that went past the gate with Bypass.", nil},
@@ -171,6 +172,7 @@ func (s *series) collect(ch chan<- prometheus.Metric) {
 		gauge("oldest_hold_seconds", of.OldestHold.Seconds(), name)
 		for _, kind := range []string{"autocommit", "read", "tx"} {
 			gauge("deadline_estimate_seconds", level.Estimates[kind].Seconds(), kind, name)
+			gauge("deadline_worthwhile_seconds", level.Worthwhile[kind].Seconds(), kind, name)
 		}
 		counter("acquires_total", float64(of.Acquired), "admitted", name)
 		counter("acquires_total", float64(of.AdmissionFull), "admission_full", name)
