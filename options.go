@@ -170,8 +170,8 @@ func (c *gateConfig) setMode(by string, m Mode) error {
 }
 
 // WithDeadlineAdmission turns deadline-aware admission on or off (gate_deadline_admission, default on): on, a call whose
-// deadline is shorter than such work takes is refused with ErrDeadlineShort instead of waiting for a permit that it cannot
-// use. See [Gate] and Stats.Estimates.
+// deadline is shorter than such work takes, or where many wait than makes good use of a permit, is refused with
+// ErrDeadlineShort instead of waiting for a permit that others can use better. See Stats.Estimates and Stats.Worthwhile.
 func WithDeadlineAdmission(on bool) GateOption {
 	return gateOption(func(c *gateConfig) error {
 		return put(c, "gate_deadline_admission", "WithDeadlineAdmission", &c.deadlineAware, on)
