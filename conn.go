@@ -195,6 +195,14 @@ func (c *conn) take(ctx context.Context, since time.Duration, p *physical) (err 
 		rec.PoolWait(g.workloadOf(ctx), now-since)
 	}
 	if err != nil {
+		switch {
+		case errors.Is(err, ErrPoolTimeout):
+			rec.PoolError(telemetry.PoolTimeout)
+		case ctx.Err() != nil:
+			rec.PoolError(telemetry.PoolCanceled)
+		case !errors.Is(err, ErrClosed):
+			rec.PoolError(telemetry.PoolFailed)
+		}
 		return err
 	}
 	if !p.hookedRows {

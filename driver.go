@@ -136,10 +136,10 @@ func NewConnector(dsn string, opts ...Option) (*Connector, error) {
 		setting = fmt.Sprintf("pgxpool's default, as pool_max_conns is not given: %d", p)
 	}
 	cc := d.pool.ConnConfig
-	if err := c.enter(dsn, serverLabel(cc), p, setting); err != nil {
+	if err := c.enter("dsn "+dsn, serverLabel(cc), p, setting); err != nil {
 		return nil, err
 	}
-	if !d.sizeGave && dsn != "" {
+	if !d.sizeGave && dsn != "" && c.cfg.shared == nil && !c.cfg.gave("gate_running") {
 		l := c.gate.Stats().Limits
 		c.cfg.gate.log.Warn("pgxgated: pool_max_conns is not given, so the limits follow from pgxpool's default",
 			"gate", c.gate.name, "pool_max_conns", p, "gate_running", l.Running, "gate_waiting", l.Waiting)
@@ -188,6 +188,9 @@ func OpenDB(pool *sql.DB, opts ...Option) (*sql.DB, error) {
 	p := pool.Stats().MaxOpenConnections
 	return open(pool, fmt.Sprintf("%T", pool.Driver()), p, fmt.Sprintf("the pool's MaxOpenConns %d", p), opts,
 		func(c *Connector) (source, error) {
+			if d, ok := pool.Driver().(*Driver); ok && d.c != nil && d.c.gate == c.gate {
+				return nil, fmt.Errorf("pgxgated: the pool is behind gate %q already: each operation would need a second permit of it", c.gate.name)
+			}
 			s := &dbSource{db: pool, c: c, own: c.cfg.ownPool}
 			return s, s.check()
 		})
@@ -213,7 +216,7 @@ func open(pool any, label string, p int, setting string, opts []Option, make_ fu
 }
 
 // enter finds or makes the gate.
-func (c *Connector) enter(dsn, label string, p int, setting string) error {
+func (c *Connector) enter(key, label string, p int, setting string) error {
 	limits, err := c.cfg.resolve(p, setting)
 	if err != nil {
 		return fmt.Errorf("pgxgated: %w", err)
@@ -222,7 +225,7 @@ func (c *Connector) enter(dsn, label string, p int, setting string) error {
 		c.gate, c.release = c.cfg.shared, func() {}
 		return nil
 	}
-	c.gate, c.release, err = gates.enter(&c.cfg, dsn, label, limits)
+	c.gate, c.release, err = gates.enter(&c.cfg, key, label, limits)
 	if err != nil {
 		return err
 	}
@@ -471,19 +474,20 @@ type sharedGate struct {
 	users  int
 }
 
-// enter returns the gate of a name, or of a DSN, and the function that gives the share in it back; the last one closes it.
-func (r *registry) enter(cfg *config, dsn, label string, limits Limits) (*Gate, func(), error) {
-	key := ""
+// enter returns the gate of a name, or of what is opened in the same way where key is not "", and the function that gives the
+// share in it back; the last one closes it.
+func (r *registry) enter(cfg *config, key, label string, limits Limits) (*Gate, func(), error) {
 	switch {
 	case cfg.gateName != "":
 		key, label = "name "+cfg.gateName, cfg.gateName
-	case dsn != "":
-		// The same DSN opened twice, in the same way, is one service that must not get its budget twice.
-		key = fmt.Sprintf("dsn %s\x00%v\x00%v\x00%v\x00%s\x00%v", dsn, limits, cfg.gate.mode, cfg.gate.deadlineAware, cfg.gate.workloadsText, cfg.gate.leakThreshold)
+	case key != "":
+		// The same DSN opened twice, in the same way, is one service that must not get its budget twice. What it leaves open
+		// comes from the environment, which may have changed; the label has that.
+		key = fmt.Sprintf("%s\x00%s\x00%v\x00%v\x00%v\x00%s\x00%v", key, label, limits, cfg.gate.mode, cfg.gate.deadlineAware, cfg.gate.workloadsText, cfg.gate.leakThreshold)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if s := r.shared[key]; s != nil && key != "" {
+	if s := r.shared[key]; s != nil && key != "" && !s.gate.isClosed() { // by hand: then it is of no use to anybody
 		if cfg.gave("gate_running") && limits.Running != s.limits.Running ||
 			cfg.gave("gate_waiting") && limits.Waiting != s.limits.Waiting ||
 			cfg.gave("gate_max_wait") && limits.MaxWait != s.limits.MaxWait {

@@ -6,11 +6,15 @@ import (
 	"database/sql/driver"
 	"errors"
 	"fmt"
+	"io"
+	"net"
+	"os"
 	"runtime"
 	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -297,6 +301,40 @@ func TestF04ErrorsPassUnchanged(t *testing.T) {
 		}
 		if st := GateOf(db).Stats(); st.Running != 0 {
 			t.Errorf("running %d after the end", st.Running)
+		}
+	}
+	closeMock(t, db, mockDB, mock)
+}
+
+// An error of COMMIT that is the network's does not say that nothing was committed; one that the driver made of the server's
+// answer does.
+func TestOutcomeOfCommitOnAnotherDriver(t *testing.T) {
+	t.Parallel()
+	db, mockDB, mock := gatedMock(t, nil)
+	for _, c := range []struct {
+		err     error
+		unknown bool
+	}{
+		{&net.OpError{Op: "read", Net: "tcp", Err: syscall.ECONNRESET}, true},
+		{io.EOF, true},
+		{fmt.Errorf("reading the answer: %w", io.ErrUnexpectedEOF), true},
+		{os.ErrDeadlineExceeded, true},
+		{context.Canceled, true},
+		{errors.New("serialization failure"), false},
+	} {
+		mock.ExpectBegin()
+		mock.ExpectCommit().WillReturnError(c.err)
+		tx, err := db.BeginTx(ctxBG, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = tx.Commit()
+		if !errors.Is(err, c.err) || errors.Is(err, ErrOutcomeUnknown) != c.unknown {
+			t.Errorf("%v: %v, unknown %v", c.err, err, errors.Is(err, ErrOutcomeUnknown))
+		}
+		outcome, why := ResolveOutcome(ctxBG, db, err)
+		if c.unknown && (outcome != OutcomeUnknown || why == nil) || !c.unknown && (outcome != OutcomeRolledBack || why != nil) {
+			t.Errorf("%v: resolved as %s, %v", c.err, outcome, why)
 		}
 	}
 	closeMock(t, db, mockDB, mock)

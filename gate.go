@@ -134,7 +134,8 @@ var (
 var (
 	// ErrPoolTimeout: permits were held, but no physical connection came within gate_pool_wait.
 	ErrPoolTimeout = errors.New("no physical connection within the pool wait")
-	// ErrClosed: the gate or the gated database was closed.
+	// ErrClosed: the gate was closed, or the gated database while the call waited. (A call that comes after (*sql.DB).Close never
+	// reaches the driver: database/sql answers "sql: database is closed".)
 	ErrClosed = errors.New("closed")
 	// ErrNested: work inside InTx asked the same gate for a second permit, for which it might wait for itself.
 	ErrNested = errors.New("already inside a transaction of this gate")
@@ -777,6 +778,12 @@ func (g *Gate) Close() error {
 	}
 	g.mu.Unlock()
 	return nil
+}
+
+func (g *Gate) isClosed() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.closed
 }
 
 // Stats returns a snapshot. It costs some hundred nanoseconds under the gate's lock, and one more per permit that is out.
@@ -1500,11 +1507,12 @@ func callOf(ctx context.Context) call { return *callIn(ctx) }
 
 func (c call) in(ctx context.Context) context.Context { return context.WithValue(ctx, callKey{}, &c) }
 
-// WithMaxWait sets, for calls with the returned context, the longest wait for a running permit. 0, or less, means never
-// wait: what finds no running permit free is refused with ErrWaitTimeout at once.
+// WithMaxWait sets, for calls with the returned context, the longest wait for a running permit, 24 hours at most. 0, or less,
+// means never wait: what finds no running permit free is refused at once, with ErrWaitTimeout where there would have been room to
+// wait.
 func WithMaxWait(ctx context.Context, d time.Duration) context.Context {
 	c := callOf(ctx)
-	c.maxWait, c.hasMaxWait = max(d, 0), true
+	c.maxWait, c.hasMaxWait = min(max(d, 0), maxMaxWait), true
 	return c.in(ctx)
 }
 

@@ -5,6 +5,7 @@ import (
 	"database/sql/driver"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -247,12 +248,16 @@ func TestMaxWaitZeroNeverWaits(t *testing.T) {
 		a.mustFail(t, ErrWaitTimeout, 0)
 		mustRefuse(t, a.end().err, ErrWaitTimeout, "", 1, 0, l)
 		try(g, WithMaxWait(context.Background(), -time.Second), kindHand).mustFail(t, ErrWaitTimeout, 0)
-		// One call may wait although the others may not.
+		// One call may wait although the others may not, and be it for ever.
 		b := try(g, WithMaxWait(context.Background(), time.Second), kindHand)
+		c := try(g, WithMaxWait(context.Background(), math.MaxInt64), kindHand)
 		b.mustWait(t)
+		c.mustWait(t)
 		p.Release()
 		b.mustRun(t)
 		b.release()
+		c.mustRun(t)
+		c.release()
 	})
 }
 

@@ -6,10 +6,13 @@ import (
 	"log/slog"
 	"maps"
 	"net/url"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -121,9 +124,14 @@ func WithGateName(name string) Option {
 	return option(func(c *config) error { return c.setGateName("WithGateName", name) })
 }
 
+// printable tells that a name can stand in labels and log lines.
+func printable(name string) bool {
+	return utf8.ValidString(name) && !strings.ContainsFunc(name, func(r rune) bool { return !unicode.IsPrint(r) })
+}
+
 func (c *config) setGateName(by, name string) error {
-	if name == "" || len(name) > 100 || strings.Contains(name, "=") {
-		return fmt.Errorf("gate_name (%s) has %d characters, want 1 to 100 without =", by, len(name))
+	if name == "" || len(name) > 100 || !printable(name) || strings.Contains(name, "=") {
+		return fmt.Errorf("gate_name (%s) has %d bytes, want 1 to 100 of printable UTF-8 without =", by, len(name))
 	}
 	return put(&c.gate, "gate_name", by, &c.gateName, name)
 }
@@ -264,8 +272,8 @@ func WithWorkloads(workloads map[string]Limits) GateOption {
 
 func (c *gateConfig) setWorkloads(by string, ws []workload) error {
 	for _, w := range ws {
-		if w.name == "" || len(w.name) > 60 || strings.ContainsAny(w.name, ":,+= \t\n") {
-			return fmt.Errorf("gate_workloads (%s): name %s, want 1 to 60 characters without : , + = and blanks", by, shown(w.name))
+		if w.name == "" || len(w.name) > 60 || !printable(w.name) || strings.ContainsAny(w.name, ":,+= ") {
+			return fmt.Errorf("gate_workloads (%s): name %s, want 1 to 60 bytes of printable UTF-8 without : , + = and blanks", by, shown(w.name))
 		}
 		if err := w.limits.validate(); err != nil {
 			return fmt.Errorf("gate_workloads (%s): workload %q: %w", by, w.name, err)
@@ -433,8 +441,8 @@ type dsn struct {
 // parseDSN splits a DSN in URL or keyword/value form. Neither gate_* nor pool_* keys stay in what is sent to the server.
 // pgx parses it, service and password files included, so that there is no second idea of what a DSN is.
 func parseDSN(s string) (dsn, error) {
-	if key := duplicateKey(s); key != "" {
-		return dsn{}, fmt.Errorf("%s is given twice", key)
+	if err := checkKeys(s); err != nil {
+		return dsn{}, err
 	}
 	plain, err := pgx.ParseConfig(s)
 	if err != nil {
@@ -443,6 +451,16 @@ func parseDSN(s string) (dsn, error) {
 	if strings.ContainsAny(plain.Host, "@=") && !strings.HasPrefix(plain.Host, "/") {
 		// The rest of a password, or all of it after an empty host=, on its way into labels and log lines.
 		return dsn{}, errors.New("the host has an @ or = in it (percent-encode reserved characters in user and password; quote an empty value: host='')")
+	}
+	if isURL(s) && strings.Contains(plain.Database, "@") && atInPath(s) {
+		// postgres://app:/secret@db/orders: the host is "app:", and the database what follows.
+		return dsn{}, errors.New("the database has an @ in it (percent-encode reserved characters in user, password and database)")
+	}
+	for k := range plain.RuntimeParams {
+		if !parameterName.MatchString(k) {
+			// A whole URL with a blank before it or another scheme, or a part of a password.
+			return dsn{}, fmt.Errorf("unknown key %s, want postgres://… or key=value pairs", keyText(k))
+		}
 	}
 	d := dsn{keys: make(map[string]string)}
 	_, d.sizeGave = plain.RuntimeParams["pool_max_conns"]
@@ -462,6 +480,25 @@ func parseDSN(s string) (dsn, error) {
 	return d, nil
 }
 
+// parameterName is what PostgreSQL takes for the name of a setting: everything else that pgx leaves for the server is a
+// part of something else.
+var parameterName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_$]*(\.[A-Za-z_][A-Za-z0-9_$]*)*$`)
+
+// swallowed is another pair where a value is to be.
+var swallowed = regexp.MustCompile(`^[A-Za-z_]+=`)
+
+func isURL(s string) bool {
+	return strings.HasPrefix(s, "postgres://") || strings.HasPrefix(s, "postgresql://")
+}
+
+// atInPath tells that a URL has an @, as it is, behind its host.
+func atInPath(s string) bool {
+	s, _, _ = strings.Cut(s, "?")
+	_, s, _ = strings.Cut(s, "://")
+	_, path, _ := strings.Cut(s, "/")
+	return strings.Contains(path, "@")
+}
+
 // parseError says what is wrong with a DSN without quoting it: what is malformed may hold a password anywhere.
 func parseError(err error) error {
 	var parse *pgconn.ParseConfigError
@@ -478,7 +515,7 @@ func parseError(err error) error {
 	}
 	switch {
 	case strings.HasPrefix(text, "failed to parse as URL"):
-		text += " (percent-encode reserved characters in user and password)"
+		text += " (percent-encode reserved characters: in user and password, and blanks, ; and % in a query of key=value pairs)"
 	case strings.HasPrefix(text, "failed to parse as keyword/value"):
 		text += " (want key=value pairs; quote values with blanks in '…')"
 	case strings.Contains(text, "="):
@@ -522,31 +559,48 @@ func shown(v string) string {
 	return strconv.Quote(v)
 }
 
-// duplicateKey returns a gate_* key that stands in the DSN twice. pgx keeps one of them and says nothing.
-func duplicateKey(s string) string {
+// checkKeys finds what pgx says nothing about: a gate_* key that stands in the DSN twice, of which it keeps one; a key without
+// a value in a URL, which is rather a part of a password with an unescaped &; and an empty value in the other form, which
+// takes the pair after it for the value, the password perhaps.
+func checkKeys(s string) error {
 	seen := make(map[string]bool)
-	for key := range keysOf(s) {
-		if strings.HasPrefix(key, "gate_") {
-			if seen[key] {
-				return key
-			}
-			seen[key] = true
+	for key, p := range keysOf(s) {
+		switch {
+		case seen[key] && strings.HasPrefix(key, "gate_"):
+			return fmt.Errorf("%s is given twice", key)
+		case p == pairBare && key != "":
+			return errors.New("a key without = in the query (percent-encode reserved characters)")
+		case p == pairSwallowed:
+			return fmt.Errorf("no value of key %s before the next key (write '' for an empty one)", keyText(key))
 		}
+		seen[key] = true
 	}
-	return ""
+	return nil
 }
 
+type pair uint8
+
+const (
+	pairFull      pair = iota
+	pairBare           // a key without = in a URL
+	pairSwallowed      // key= other=value
+)
+
 // keysOf yields the keys of a DSN in either form. It need not understand more: what is malformed, pgx refuses.
-func keysOf(s string) func(yield func(string) bool) {
-	return func(yield func(string) bool) {
-		if strings.HasPrefix(s, "postgres://") || strings.HasPrefix(s, "postgresql://") {
+func keysOf(s string) func(yield func(string, pair) bool) {
+	return func(yield func(string, pair) bool) {
+		if isURL(s) {
 			_, query, _ := strings.Cut(s, "?")
-			for pair := range strings.SplitSeq(query, "&") {
-				key, _, _ := strings.Cut(pair, "=")
+			for text := range strings.SplitSeq(query, "&") {
+				key, _, full := strings.Cut(text, "=")
 				if decoded, err := url.PathUnescape(key); err == nil {
 					key = decoded
 				}
-				if !yield(key) {
+				is := pairFull
+				if !full {
+					is = pairBare
+				}
+				if !yield(key, is) {
 					return
 				}
 			}
@@ -554,10 +608,14 @@ func keysOf(s string) func(yield func(string) bool) {
 		}
 		for s != "" {
 			key, rest, ok := strings.Cut(s, "=")
-			if !ok || !yield(strings.TrimSpace(key)) {
+			s = strings.TrimLeft(rest, " \t\n\r\v\f")
+			is := pairFull
+			if len(s) < len(rest) && swallowed.MatchString(s) {
+				is = pairSwallowed
+			}
+			if !ok || !yield(strings.TrimSpace(key), is) {
 				return
 			}
-			s = strings.TrimLeft(rest, " \t\n\r\v\f")
 			quoted := strings.HasPrefix(s, "'")
 			i := 0
 			if quoted {
@@ -632,6 +690,9 @@ func (c *config) resolve(p int, psetting string) (Limits, error) {
 // resolveShared checks what was given beside WithGate: nothing that is not the gate's own already.
 func (c *config) resolveShared(p int, psetting string) (Limits, error) {
 	g := c.shared
+	if g.isClosed() {
+		return Limits{}, fmt.Errorf("the gate %q (WithGate) is closed", g.name)
+	}
 	l := g.Stats().Limits
 	mode := Enforce
 	if g.observe {

@@ -5,8 +5,10 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"maps"
 	"net/url"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -176,6 +178,11 @@ func TestBadSettingsAreErrorsAtOpen(t *testing.T) {
 		{[]string{"gate_workloads", "a:1+1,a:1+1"}, []string{"gate_workloads", "twice"}},
 		{[]string{"gate_workloads", "a:0+1"}, []string{"gate_workloads", `"a"`, "is 0"}},
 		{[]string{"gate_running", "x", "gate_waiting", "y"}, []string{"gate_running", "gate_waiting"}}, // all at once
+		{[]string{"gate_name", "a\xffb"}, []string{"gate_name", "printable"}},
+		{[]string{"gate_name", "a\vb"}, []string{"gate_name", "printable"}},
+		{[]string{"gate_workloads", "\xff:1+1"}, []string{"gate_workloads", "printable"}},
+		{[]string{"gate_workloads", "a\rb:1+1"}, []string{"gate_workloads", "printable"}},
+		{[]string{"gate_running-", "1"}, []string{"unknown key"}},
 		{[]string{"connect_timeout", "soon"}, []string{"connect_timeout"}},
 		{[]string{"sslmode", "perhaps"}, []string{"sslmode"}},
 	} {
@@ -331,6 +338,51 @@ func TestSharing(t *testing.T) {
 	}
 }
 
+// A gate that was closed by hand is not found again; given by hand it is an error at open.
+func TestClosedGateIsNotShared(t *testing.T) {
+	dsn := dsnForms["URL"]("gate_name", "closed by hand", "pool_max_conns", "8")
+	first, err := connect(t, dsn)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = first.Gate().Close()
+	second, err := connect(t, dsn)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if second.Gate() == first.Gate() {
+		t.Error("opened behind a closed gate")
+	}
+	_ = first.Close()
+	if third, err := connect(t, dsn); err != nil || third.Gate() != second.Gate() {
+		t.Errorf("the closing of the first took the second out of the registry: %v", err)
+	}
+	if _, err := connect(t, dsnForms["URL"]("pool_max_conns", "8"), WithGate(first.Gate())); err == nil || !strings.Contains(err.Error(), "WithGate) is closed") {
+		t.Errorf("%v", err)
+	}
+}
+
+// What the environment names is one database, however often it is opened.
+func TestDatabaseOfTheEnvironmentHasOneGate(t *testing.T) {
+	t.Setenv("PGHOST", "somewhere")
+	a, err := connect(t, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := connect(t, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PGHOST", "elsewhere")
+	c, err := connect(t, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a.Gate() != b.Gate() || a.Gate() == c.Gate() {
+		t.Errorf("gates %q, %q and, elsewhere, %q", a.Gate().Name(), b.Gate().Name(), c.Gate().Name())
+	}
+}
+
 // WithGate: nothing beside it that is not the gate's own; it is not closed with the database.
 func TestWithGate(t *testing.T) {
 	g, err := NewGate("mine", Limits{2, 3, time.Second}, WithWorkloads(map[string]Limits{"w": {Running: 1}}))
@@ -400,6 +452,13 @@ func TestNilArgumentsAndUnboundedPool(t *testing.T) {
 	defer bounded.Close()
 	bounded.SetMaxOpenConns(4)
 	limits := WithLimits(Limits{Running: 4})
+	closed := sql.OpenDB(f)
+	_ = closed.Close()
+	gated, err := OpenDB(bounded, limits)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer gated.Close()
 	for name, do := range map[string]func() error{
 		"the pool is nil":               func() error { _, err := OpenDB(nil, limits); return err },
 		"pool is nil":                   func() error { _, err := OpenDBFromPool(nil, limits); return err },
@@ -410,6 +469,8 @@ func TestNilArgumentsAndUnboundedPool(t *testing.T) {
 		"GateOption is nil":             func() error { _, err := NewGate("g", Limits{Running: 1}, nil); return err },
 		"limits must be given":          func() error { _, err := OpenDB(unbounded); return err },
 		"MaxOpenConns 4":                func() error { _, err := OpenDB(bounded, WithLimits(Limits{Running: 5})); return err },
+		"database is closed":            func() error { _, err := OpenDB(closed, limits); return err },
+		"behind gate":                   func() error { _, err := OpenDB(gated, WithGate(GateOf(gated))); return err },
 	} {
 		if err := do(); err == nil || !strings.Contains(err.Error(), name) || !strings.HasPrefix(err.Error(), "pgxgated: ") {
 			t.Errorf("%q: %v", name, err)
@@ -438,7 +499,7 @@ func TestWarnsWhereThePoolHasItsDefaultSize(t *testing.T) {
 	for _, c := range []struct {
 		pairs []string
 		want  int
-	}{{nil, 1}, {[]string{"pool_max_conns", "4"}, 0}} {
+	}{{nil, 1}, {[]string{"gate_waiting", "9"}, 1}, {[]string{"pool_max_conns", "4"}, 0}, {[]string{"gate_running", "2"}, 0}} {
 		log := &logBook{}
 		x, err := NewConnector(dsnForms["URL"](c.pairs...), WithLogger(log.logger()))
 		if err != nil {
@@ -518,6 +579,11 @@ func dsnsWith(password, tail string) []string {
 		"postgres:u:" + password + "@h/d?" + tail,
 		"Postgres://u:" + password + "@h/d?" + tail,
 		"u:" + password + "@h/d?" + tail,
+		" postgres://u:" + password + "@h/d?" + tail,
+		"postgresql+psycopg://u:" + password + "@h/d?" + tail,
+		"postgres://u:/" + password + "@h/d?" + tail,
+		"postgres://u:9/" + password + "@h/d?" + tail,
+		"application_name= password=" + password + " " + tail,
 		"user=u password=" + password + " host=h " + tail,
 		"user=u password=" + quoted + " host=h " + tail,
 		"user=u password='" + password + " host=h " + tail,
@@ -556,12 +622,29 @@ func TestPasswordIsInNoErrorText(t *testing.T) {
 				c, err := NewConnector(dsn, WithLogger(log.logger()))
 				if err == nil {
 					_ = c.Close()
+					checkNotSent(t, dsn, "S3CRETA", "S3CRETB")
 				}
 				if log.count("S3CRET") > 0 {
 					t.Errorf("DSN %q: %q", dsn, log.lines)
 				}
 				checkSecret(t, dsn, err, "S3CRETA", "S3CRETB")
 			}
+		}
+	}
+}
+
+// checkNotSent looks for a password where it would be shown by the first connection's error, or be sent to some server in the clear:
+// in what else the DSN was understood to say.
+func checkNotSent(t *testing.T, s string, secrets ...string) {
+	d, err := parseDSN(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cc := d.pool.ConnConfig
+	said := fmt.Sprintf("host %s, user %s, database %s, others %v", cc.Host, cc.User, cc.Database, slices.Sorted(maps.Keys(cc.RuntimeParams)))
+	for _, secret := range secrets {
+		if strings.Contains(said, secret) {
+			t.Errorf("DSN %q opens with %s", s, said)
 		}
 	}
 }

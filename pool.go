@@ -719,6 +719,9 @@ func (s *dbSource) check() error {
 	defer cancel()
 	sc, err := s.db.Conn(ctx)
 	if err != nil {
+		if err.Error() == "sql: database is closed" { // database/sql has no name for it
+			return fmt.Errorf("pgxgated: the pool: %w", err)
+		}
 		return nil
 	}
 	defer sc.Close()

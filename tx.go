@@ -6,6 +6,8 @@ import (
 	"database/sql/driver"
 	"errors"
 	"fmt"
+	"io"
+	"net"
 	"sync/atomic"
 	"time"
 
@@ -289,7 +291,8 @@ const (
 // db must lead to the very server that err came from: a transaction id means nothing to another one, and after a failover
 // to a standby that lacked the last transactions it may mean a different transaction.
 //
-// Where err does not match ErrOutcomeUnknown there is nothing to ask: OutcomeRolledBack, or OutcomeCommitted for nil. With
+// Where err does not match ErrOutcomeUnknown there is nothing to ask: OutcomeRolledBack, or OutcomeCommitted for nil. (With
+// another driver than pgx, an error of Commit that is not the network's and not a context's is taken for the server's answer.) With
 // an error the outcome is OutcomeUnknown: the transaction was not tracked (see [WithOutcomeTracking]; one that began as
 // read-only never is), the server has forgotten it, the question itself failed, or err is sql.ErrTxDone, which says only
 // that an earlier Commit or Rollback has ended the transaction. Nothing is ever retried.
@@ -396,7 +399,18 @@ func (t *dbTx) Commit() error {
 	if errors.Is(err, driver.ErrBadConn) {
 		return &outcomeError{err: errLost}
 	}
+	if noAnswer(err) {
+		return &outcomeError{err: err}
+	}
 	return err
+}
+
+// noAnswer tells that an error of another driver's is not the server's: the connection broke, or its wait was cut off. Every
+// driver has a type of its own for what the server says, which is not known here.
+func noAnswer(err error) bool {
+	var network net.Error
+	return errors.As(err, &network) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed) ||
+		errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)
 }
 
 func (t *dbTx) Rollback() error {

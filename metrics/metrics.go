@@ -112,7 +112,8 @@ var catalogue = []struct {
 	{"pool_empty_acquires_total", "Acquisitions that had to wait since no connection was idle.", nil},
 	{"pool_empty_acquire_wait_seconds_total", "Time spent in acquisitions that had to wait.", nil},
 	{"pool_canceled_acquires_total", "Acquisitions that their context ended.", nil},
-	{"pool_new_connections_total", "Physical connections opened.", nil},
+	{"pool_errors_total", "Operations that held permits and got no physical connection, by reason.", []string{"reason"}},
+	{"pool_new_connections_total", "Physical connections that the pool began to open.", nil},
 	{"pool_lifetime_destroys_total", "Physical connections closed for their age.", nil},
 	{"pool_idle_destroys_total", "Physical connections closed for being idle.", nil},
 }
@@ -195,6 +196,10 @@ func (s *series) collect(ch chan<- prometheus.Metric) {
 	}
 	for outcome, name := range telemetry.Outcomes {
 		counter("transactions_total", float64(s.recorder.Transactions(telemetry.Outcome(outcome))), name)
+	}
+
+	for reason, name := range telemetry.PoolErrorNames {
+		counter("pool_errors_total", float64(s.recorder.PoolErrors(telemetry.PoolError(reason))), name)
 	}
 
 	p := telemetry.Pools(s.gate)

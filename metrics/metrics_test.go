@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"net"
 	"os"
 	"regexp"
 	"strings"
@@ -448,6 +449,56 @@ func TestG02LabelsAreFixed(t *testing.T) {
 	after.want(t, "sql_errors_total{class=no_answer}", 9000)
 	after.want(t, "sql_seconds{op=exec}", 9000)
 	after.want(t, "acquires_total{outcome=admitted,workload=}", 9000)
+}
+
+// With the server down the gate admits and the permits come back: that there are no connections must show.
+func TestConnectionsThatCannotBeHadShow(t *testing.T) {
+	inner := sql.OpenDB(fakeConnector{})
+	defer inner.Close()
+	inner.SetMaxOpenConns(1)
+	db, err := pgxgated.OpenDB(inner, pgxgated.WithPoolWait(20*time.Millisecond))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer db.Close()
+	taken, err := inner.Conn(context.Background())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := registry(t, pgxgated.GateOf(db))
+	if _, err := db.Exec("x"); !errors.Is(err, pgxgated.ErrPoolTimeout) {
+		t.Errorf("%v", err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
+	defer cancel()
+	if _, err := db.ExecContext(ctx, "x"); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("%v", err)
+	}
+	if err := taken.Close(); err != nil {
+		t.Error(err)
+	}
+	s := gather(t, r)
+	s.want(t, "pool_errors_total{reason=timeout}", 1)
+	s.want(t, "pool_errors_total{reason=canceled}", 1)
+	s.want(t, "pool_errors_total{reason=failed}", 0)
+
+	l, err := net.Listen("tcp", "127.0.0.1:0") // a port that nobody listens on any more
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Close()
+	down, err := sql.Open("pgx-gated", fmt.Sprintf("postgres://app@%s/orders?pool_max_conns=2&sslmode=disable", l.Addr()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer down.Close()
+	r = registry(t, pgxgated.GateOf(down))
+	if _, err := down.Exec("select 1"); err == nil {
+		t.Error("a server that is not there answered")
+	}
+	s = gather(t, r)
+	s.want(t, "pool_errors_total{reason=failed}", 1)
+	s.want(t, "running{workload=}", 0)
 }
 
 func TestG02NoPasswordInTheLabelOfAGate(t *testing.T) {

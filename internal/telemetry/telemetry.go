@@ -14,6 +14,7 @@ type Recorder struct {
 	sql          [ops]Histogram
 	errors       [classes]atomic.Uint64
 	transactions [outcomes]atomic.Uint64
+	poolErrors   [poolErrors]atomic.Uint64
 }
 
 type byWorkload struct{ gateWait, poolWait, hold Histogram }
@@ -34,6 +35,13 @@ func (r *Recorder) GateWait(workload int, d time.Duration) {
 func (r *Recorder) PoolWait(workload int, d time.Duration) {
 	if r != nil {
 		r.workloads[workload].poolWait.Observe(d)
+	}
+}
+
+// PoolError counts an operation that got no physical connection.
+func (r *Recorder) PoolError(e PoolError) {
+	if r != nil {
+		r.poolErrors[e].Add(1)
 	}
 }
 
@@ -70,6 +78,7 @@ func (r *Recorder) Holds(workload int) *Histogram     { return &r.workloads[work
 func (r *Recorder) SQLs(op Op) *Histogram             { return &r.sql[op] }
 func (r *Recorder) Errors(c Class) uint64             { return r.errors[c].Load() }
 func (r *Recorder) Transactions(o Outcome) uint64     { return r.transactions[o].Load() }
+func (r *Recorder) PoolErrors(e PoolError) uint64     { return r.poolErrors[e].Load() }
 
 // Op is what the server was asked.
 type Op uint8
@@ -117,6 +126,19 @@ const (
 
 // Outcomes are the names of the outcomes, in order.
 var Outcomes = [outcomes]string{"committed", "rolled_back", "unknown"}
+
+// PoolError is why an operation got no physical connection.
+type PoolError uint8
+
+const (
+	PoolTimeout  PoolError = iota // none within gate_pool_wait
+	PoolCanceled                  // the caller's context ended the wait
+	PoolFailed                    // connecting failed, or a hook did
+	poolErrors
+)
+
+// PoolErrorNames are the names of the pool errors, in order.
+var PoolErrorNames = [poolErrors]string{"timeout", "canceled", "failed"}
 
 // Pool is what the pools behind a gate say of themselves, added up. A *sql.DB does not count Acquires, AcquireTime,
 // CanceledAcquires, Constructing and NewConnections.
