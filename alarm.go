@@ -25,8 +25,8 @@ type alarm struct {
 }
 
 // alarmMax is how long a timer runs at most, after which another one is made: one that an earlier one has replaced runs on, and
-// any keeps in memory what it belongs to. So a long wait costs a timer a second.
-const alarmMax = time.Second
+// any keeps in memory what it belongs to. So a long wait costs a timer in ten seconds.
+const alarmMax = 10 * time.Second
 
 // set makes ring be called at the given time.
 func (a *alarm) set(until time.Time) {

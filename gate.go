@@ -724,8 +724,10 @@ func (g *Gate) contended() bool {
 }
 
 // SetLimits changes the limits from now on. Raising them grants to those who wait; lowering them takes nothing away:
-// holders finish, waiters stay, and nobody enters until the new limits are met. The error names the limit that is out of
-// range or a workload that would exceed the gate; then nothing has changed. MaxWait counts for calls that come later.
+// holders finish, waiters stay, and nobody enters until the new limits are met. All three count, zeros included, so start from
+// Stats().Limits. A gate does not know the pools behind it: more running than they have connections only moves the waiting to
+// gate_pool_wait. The error names the limit that is out of range or a workload that would exceed the gate; then nothing has
+// changed. MaxWait counts for calls that come later.
 func (g *Gate) SetLimits(l Limits) error {
 	if err := l.validate(); err != nil {
 		return fmt.Errorf("pgxgated: gate %q: %w", g.name, err)

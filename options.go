@@ -164,8 +164,9 @@ func (c *config) setScope(by string, s Scope) error {
 	return put(&c.gate, "gate_scope", by, &c.scope, s)
 }
 
-// WithMode chooses between enforce and observe (gate_mode, default enforce). Observe refuses nothing, lets everything
-// through at once, and counts in Stats.WouldReject what enforce would have refused.
+// WithMode chooses between enforce and observe (gate_mode, default enforce). Observe lets everything through to the pool at
+// once, and counts in Stats.WouldReject what enforce would have refused. The pool's bound and gate_pool_wait remain, a
+// workload that the gate does not have is an error, and a second permit inside InTx is neither refused nor counted.
 func WithMode(m Mode) GateOption {
 	return gateOption(func(c *gateConfig) error { return c.setMode("WithMode", m) })
 }

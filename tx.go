@@ -353,8 +353,8 @@ func xactStatus(ctx context.Context, db *sql.DB, xid string) (status sql.NullStr
 //
 // fn must do its work with the transaction and the context that it is given, and leave it to InTx to end the transaction.
 // Work outside of that transaction on the same gate with that context (another InTx, BeginTx or statement on the *sql.DB)
-// would wait for a permit while holding one, and is refused at once with ErrNested (not in observe mode, which refuses
-// nothing, and not with [Bypass]); another gate is fine, and so is a goroutine that outlives the transaction. On a database
+// would wait for a permit while holding one, and is refused at once with ErrNested (not in observe mode, and not what takes no
+// permit: with [Bypass], and statements with ScopeTx); another gate is fine, and so is a goroutine that outlives the transaction. On a database
 // that is not gated all of this holds but the refusal. Safe for concurrent use.
 func InTx[T any](ctx context.Context, db *sql.DB, opts *sql.TxOptions, fn func(context.Context, *sql.Tx) (T, error)) (value T, err error) {
 	var none T

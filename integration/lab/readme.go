@@ -214,6 +214,7 @@ func (r results) Wins() (wins []win) {
 	add("storm", "goodput/s starting into the storm", "goodput_cold_per_s", false)
 	add("storm", "connections made in the storm", "connections_made", true)
 	add("isolation", "short ones in time beside a flood, %", "ok_percent", false, "flood", "true")
+	add("isolation", "p99 of the short ones beside a flood, ms", "p99_ms", true, "flood", "true")
 	add("tail", "wait p50, ms", "wait_p50_ms", true)
 	add("tail", "wait p99, ms", "wait_p99_ms", true)
 	add("recovery", "seconds to recover", "recovered_after_s", true)
@@ -225,6 +226,8 @@ func (r results) Wins() (wins []win) {
 		}
 	}
 	add("waiters", "bytes per waiter", "bytes_per_waiter", true)
+	add("waiters", "µs to give up", "cancel_us_per_waiter", true)
+	add("waiters", "CPU ms a second of 10,000 that wait", "waiting_cpu_ms_per_s", true)
 	if r.Has("gate") {
 		for _, op := range r["gate"].distinct("operation") {
 			add("gate", "ns, "+op+", 8 goroutines", "ns_per_op", true, "operation", op, "goroutines", "8")
@@ -266,7 +269,7 @@ the intended arrival. The collector runs at GOGC=400, as a service's heap is lar
 | {{$r.Show $p}} |{{range $net := $r.Networks}}{{range $n := $r.Callers}} {{$r.Get "steady" "ratio_to_plain" "peer" $p "network" $net "callers" $n}} |{{end}}{{end}}
 {{- end}}
 
-That is {{.Get "steady" "us_per_tx" "network" "loopback" "callers" "1"}} µs a transaction for one caller on loopback, and {{.Get "steady" "us_per_tx" "peer" "pgx, MaxOpenConns" "network" "loopback" "callers" "1"}} µs with plain pgx.
+That is {{.Get "steady" "us_per_tx" "network" "loopback" "callers" "1"}} µs a transaction for one caller on loopback, and {{.Get "steady" "us_per_tx" "peer" "pgx, MaxOpenConns" "network" "loopback" "callers" "1"}} µs with plain pgx (medians of their own, so that their ratio is not quite the median of the ratios).
 {{end -}}
 {{if .Has "overload"}}
 **Overload**: transactions of 4 ms of the server's processor, a pool of 5, the gate's defaults (4 running, 40 waiting, 100 ms), callers with 20 to 200 ms; what was finished in time,
