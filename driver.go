@@ -105,7 +105,7 @@ type Connector struct {
 	checked atomic.Bool // who calls Connect
 	lingers atomic.Bool // a wrapper above may hide Close
 	source  atomic.Pointer[source]
-	asking  atomic.Int32 // calls that ask the pool for a connection
+	asking  *atomic.Int32 // calls that ask the pool for a connection, of all that were handed the same
 
 	mu     sync.Mutex // guards what follows; no I/O under it
 	make   func() (source, error)
@@ -126,7 +126,7 @@ func NewConnector(dsn string, opts ...Option) (*Connector, error) {
 	if err != nil {
 		return nil, fmt.Errorf("pgxgated: dsn: %w", err)
 	}
-	c := &Connector{cfg: defaultConfig(), pgx: true}
+	c := &Connector{cfg: defaultConfig(), pgx: true, asking: new(atomic.Int32)}
 	if err := errors.Join(c.cfg.applyDSN(d.keys), c.cfg.applyOptions(opts)); err != nil {
 		return nil, fmt.Errorf("pgxgated: %w", err)
 	}
@@ -198,7 +198,7 @@ func OpenDB(pool *sql.DB, opts ...Option) (*sql.DB, error) {
 
 // open makes a gated *sql.DB of a pool that exists.
 func open(pool any, label string, p int, setting string, opts []Option, make_ func(*Connector) (source, error)) (*sql.DB, error) {
-	c := &Connector{cfg: defaultConfig()}
+	c := &Connector{cfg: defaultConfig(), asking: new(atomic.Int32)}
 	if err := c.cfg.applyOptions(opts); err != nil {
 		return nil, fmt.Errorf("pgxgated: %w", err)
 	}
@@ -388,12 +388,13 @@ func (c *Connector) physical(ctx context.Context, w *poolWait, since time.Durati
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	bounded, wait := ctx, c.cfg.poolWait
+	bounded, wait, ours := ctx, c.cfg.poolWait, false
 	from := c.gate.epoch.Add(since)
 	if d, ok := ctx.Deadline(); !ok || d.Sub(from) > wait {
 		pool, _ := s.(*poolSource)
 		bounded = w.begin(ctx, from, wait, pool != nil && pool.exact) // a hook may derive from it what is waited for
 		defer w.end()
+		ours = true
 	}
 	c.asking.Add(1)
 	defer c.asking.Add(-1)
@@ -404,7 +405,7 @@ func (c *Connector) physical(ctx context.Context, w *poolWait, since time.Durati
 		return p, nil
 	case ctx.Err() != nil:
 		return nil, ctx.Err()
-	case bounded != ctx && (bounded.Err() != nil || !time.Now().Before(from.Add(wait))): // a driver may go by its deadline
+	case ours && (bounded.Err() != nil || !time.Now().Before(from.Add(wait))): // a driver may go by its deadline
 		size, out := s.size()
 		return nil, fmt.Errorf("pgxgated: gate %q: %w of %v (gate_pool_wait): %d of %d connections are out", c.gate.name, ErrPoolTimeout, wait, out, size)
 	case errors.Is(err, ErrClosed):

@@ -496,7 +496,7 @@ func (g *Gate) wait(ctx context.Context, m *member, b *budget, k kind, deadline 
 	switch {
 	case hopeless != 0 && now > hopeless || g.worthlessLocked(b, k, deadline, now, b.waiting):
 		why = ErrDeadlineShort
-		b.deadlineShort++
+		b.tooShortLocked(k, now)
 	case maxWait <= 0:
 		why = ErrWaitTimeout
 		b.waitTimeout++
@@ -580,7 +580,7 @@ func (g *Gate) wait(ctx context.Context, m *member, b *budget, k kind, deadline 
 		b.canceled++
 		return handle{}, dead
 	case cause == ErrDeadlineShort:
-		b.deadlineShort++
+		b.tooShortLocked(k, now)
 	default:
 		b.waitTimeout++
 	}
@@ -643,7 +643,7 @@ func (g *Gate) handOn(h handle, ok bool, m *member, what luggage, until time.Dur
 	}
 	now := g.now()
 	var next *waiter
-	if now <= until {
+	if now+time.Duration(g.meanHold) <= until { // else it would probably be back too late
 		g.running--
 		s.b.running--
 		next = g.nextLocked(now)
@@ -1113,6 +1113,12 @@ func (b *budget) fullLocked() bool {
 	return b.waiting >= b.limits.Waiting || b.running+b.waiting >= b.limits.Running+b.limits.Waiting
 }
 
+// tooShortLocked counts a call that was refused for its deadline.
+func (b *budget) tooShortLocked(k kind, now time.Duration) {
+	b.deadlineShort++
+	b.estimates[k].refused(now)
+}
+
 // hopelessAt is when work of kind k can no longer be done before deadline; 0 if that is not known or there is none.
 func (b *budget) hopelessAt(k kind, deadline time.Duration) time.Duration {
 	if deadline == 0 {
@@ -1329,20 +1335,22 @@ type estimator struct {
 	high  int    // the highest bin of those that were cut off
 	guess bool   // nothing was successful lately: the longest that was cut off stands for all
 
-	overrun mean          // how long a permit is held on after a deadline has ended the work
-	worthIs time.Duration // what worth was when it was last worked out, 0 if it was not
-	stale   uint32        // samples since then
+	overrun  mean          // how long a permit is held on after a deadline has ended the work
+	refusing time.Duration // when the first call was refused for its deadline since the last sample, 0: none was
+	worthIs  time.Duration // what worth was when it was last worked out, 0 if it was not
+	stale    uint32        // samples since then
 }
 
 const (
-	estimatorBins  = 26 * 16 // 8 µs to 9 min
-	estimatorShift = 13      // the first octave is from 1<<13 ns
-	estimatorMin   = 5
-	estimatorMax   = 512
-	estimatorAbove = 64
-	estimatorStep  = 8 // bins
-	estimatorStale = 16
-	estimatorUnit  = 256 // what a sample counts: halving whole ones would lose those that are alone in their bin, below p10 most of them
+	estimatorBins   = 26 * 16 // 8 µs to 9 min
+	estimatorShift  = 13      // the first octave is from 1<<13 ns
+	estimatorMin    = 5
+	estimatorMax    = 512
+	estimatorAbove  = 64
+	estimatorStep   = 8 // bins
+	estimatorStale  = 16
+	estimatorForget = time.Second
+	estimatorUnit   = 256 // what a sample counts: halving whole ones would lose those that are alone in their bin, below p10 most of them
 )
 
 // add counts a successful operation.
@@ -1382,6 +1390,7 @@ func (e *estimator) sample(i int, successful bool) {
 	e.bins[i] += estimatorUnit
 	e.n += estimatorUnit
 	e.stale++
+	e.refusing = 0
 	if e.seen < estimatorMin {
 		e.seen++
 	}
@@ -1417,6 +1426,18 @@ func (e *estimator) addAtLeast(d time.Duration) {
 		e.guessed(max(i, e.at))
 	case i > e.at:
 		e.sample(i, false)
+	}
+}
+
+// refused counts a call that was refused for its deadline. Where for a second, and ten times what is estimated, nothing else
+// happens, nothing can be learned either, so what is known is forgotten: a permit that is free while nobody waits would
+// tell, but other work may keep the line from ever being empty.
+func (e *estimator) refused(now time.Duration) {
+	switch {
+	case e.refusing == 0:
+		e.refusing = now
+	case now-e.refusing > max(estimatorForget, 10*estimatorEdge(e.at)):
+		*e = estimator{overrun: e.overrun}
 	}
 }
 

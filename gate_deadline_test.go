@@ -383,3 +383,74 @@ func TestDeadlineAdmissionRecoversFromAStep(t *testing.T) {
 		}
 	}
 }
+
+// Five selects are cut off by their deadline, so the estimate is a guess of as long as that. From then on selects take 0.3 ms, but
+// each has to wait, as transactions keep a line: were all refused, the guess would never be put right.
+func TestEstimateThatOnlyRefusesIsForgotten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newTestGate(t, Limits{Running: 2, Waiting: 50, MaxWait: 100 * time.Millisecond})
+		const deadline = 20 * time.Millisecond
+		selectFor := func(hold time.Duration) (err error) {
+			ctx, cancel := context.WithTimeout(context.Background(), deadline)
+			defer cancel()
+			end := time.Now().Add(deadline)
+			h, err := g.acquire(ctx, kindAutocommit, nil)
+			if err != nil {
+				return err
+			}
+			if hold <= time.Until(end) {
+				time.Sleep(hold)
+				g.release(h, true)
+				return nil
+			}
+			time.Sleep(time.Until(end))
+			g.cutOff(h)
+			time.Sleep(time.Millisecond)
+			g.release(h, false)
+			return context.DeadlineExceeded
+		}
+		for range 5 {
+			if err := selectFor(25 * time.Millisecond); err == nil {
+				t.Fatal("not cut off")
+			}
+		}
+		stop := make(chan struct{})
+		var wg sync.WaitGroup
+		for range 6 {
+			wg.Go(func() {
+				for {
+					select {
+					case <-stop:
+						return
+					default:
+					}
+					h, err := g.acquire(context.Background(), kindTx, nil)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					time.Sleep(4 * time.Millisecond)
+					g.release(h, true)
+				}
+			})
+		}
+		synctest.Wait()
+		var good, short, other int
+		for range 2000 {
+			switch err := selectFor(300 * time.Microsecond); {
+			case err == nil:
+				good++
+			case errors.Is(err, ErrDeadlineShort):
+				short++
+			default:
+				other++
+			}
+			time.Sleep(3700 * time.Microsecond)
+		}
+		close(stop)
+		wg.Wait()
+		if good < 1500 || other > 0 {
+			t.Errorf("of 2000 selects %d were done, %d refused for their deadline, %d failed otherwise; estimates %v", good, short, other, g.Stats().Estimates)
+		}
+	})
+}

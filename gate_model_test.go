@@ -187,6 +187,9 @@ func (m *model) run(c *modelCall) {
 
 func (m *model) end(c *modelCall, st state, maxWait time.Duration) {
 	c.state, c.waited = st, m.now-c.arrived
+	if st == isShort {
+		m.estimates[c.workload][c.kind].refused(m.now)
+	}
 	level := 0
 	for _, i := range c.levels() {
 		if st == isFull && m.full(i) || st != isFull && i > 0 && m.count(i, isRunning) >= m.Limits[i].Running {

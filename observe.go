@@ -310,8 +310,16 @@ func (d *databaseSet) crowded(c *Connector, pool any, p int) (gates []string, ru
 	if d.open == nil {
 		d.open, d.warned = make(map[*Connector]any), make(map[any]bool)
 	}
-	d.open[c] = pool
-	if pool == nil || p == 0 || d.warned[pool] {
+	defer func() { d.open[c] = pool }()
+	if pool == nil {
+		return nil, 0
+	}
+	for o, of := range d.open {
+		if of == pool {
+			c.asking = o.asking // c is not in use yet
+		}
+	}
+	if p == 0 || d.warned[pool] {
 		return nil, 0
 	}
 	seen := make(map[*Gate]bool)
