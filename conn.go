@@ -433,7 +433,7 @@ func (c *conn) query(ctx context.Context, query string, args []driver.NamedValue
 func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, error) {
 	pinned := !c.c.returns.Load() && pinnedCaller()
 	if n, ok := c.c.texts.get(query); ok {
-		return c.newStmt(query, n, pinned), nil
+		return c.newStmt(query, n, pinned, nil), nil
 	}
 	if err := c.begin(ctx, kindAutocommit, pinned); err != nil {
 		return nil, err
@@ -448,9 +448,13 @@ func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, e
 			break
 		}
 	}
+	isPgx := c.l.p != nil && c.l.p.conn != nil
+	var closing error
+	if err == nil && !isPgx {
+		closing = c.public(ctx, st.Close())
+	}
 	returned = true
 	c.note(ctx, err)
-	isPgx := c.l.p != nil && c.l.p.conn != nil
 	err = c.public(ctx, err)
 	c.endPooled()
 	if err != nil {
@@ -460,7 +464,7 @@ func (c *conn) PrepareContext(ctx context.Context, query string) (driver.Stmt, e
 	if isPgx {
 		c.c.texts.put(query, n) // another driver's Prepare is its own business each time: a mock counts them
 	}
-	return c.newStmt(query, n, pinned), nil
+	return c.newStmt(query, n, pinned, closing), nil
 }
 
 // BeginTx begins a transaction. Options that the server could not take are refused before anything is taken. It waits for
@@ -539,7 +543,10 @@ func (c *conn) Ping(ctx context.Context) (err error) {
 		}
 		dead, err := pingOnce(ctx, p)
 		n, _ := c.c.src().size()
-		if err == nil || !dead || ctx.Err() != nil || tries > max(n, 4) {
+		if err == nil || !dead {
+			return err
+		}
+		if ctx.Err() != nil || tries > max(n, 4) {
 			return c.public(ctx, err)
 		}
 	}
@@ -577,14 +584,20 @@ func (c *conn) ResetSession(context.Context) error {
 //
 // It answers false where a Result or a Stmt of it may still be used: either locks this connection, and would stand in the
 // queue with whoever got it next (F18). Nobody tells when a Result is done with. Another driver's statements are prepared
-// anew on each connection, so there a connection with a Stmt is kept as long as nobody would have to wait. A logical
-// connection made anew costs some microseconds in database/sql, so others are kept.
+// anew on each connection, so there a connection with a Stmt is kept, also with a Result, as long as nobody would have to
+// wait. A logical connection made anew costs some microseconds in database/sql, so others are kept.
 func (c *conn) IsValid() bool {
 	if !c.c.returns.Load() {
 		c.c.returns.Store(true)
 	}
 	c.end(false)
-	return !c.closed && !c.broken && !c.result && (c.stmts == 0 || !c.c.pgx && !c.c.contended())
+	if c.closed || c.broken {
+		return false
+	}
+	if c.stmts > 0 && !c.c.pgx {
+		return !c.c.contended()
+	}
+	return !c.result && c.stmts == 0
 }
 
 // Close ends the lease, if IsValid has not. It waits for nothing.
@@ -758,21 +771,22 @@ func (s *pgxSide) prove(b backend, pg *pgconn.PgConn) {
 // stmt is a statement: its text (F8). It holds nothing, so closing it waits for nothing, which matters since
 // database/sql closes statements with its own lock held (F19).
 type stmt struct {
-	c      *conn
-	query  string
-	inputs int
-	pinned bool // prepared on a *sql.Conn
+	c       *conn
+	query   string
+	inputs  int
+	pinned  bool  // prepared on a *sql.Conn
+	closing error // what closing it below said, right after it was prepared; for Close to tell
 }
 
-func (c *conn) newStmt(query string, inputs int, pinned bool) *stmt {
+func (c *conn) newStmt(query string, inputs int, pinned bool, closing error) *stmt {
 	c.stmts++
-	return &stmt{c: c, query: query, inputs: inputs, pinned: pinned}
+	return &stmt{c: c, query: query, inputs: inputs, pinned: pinned, closing: closing}
 }
 
 // Close is called once, with the connection locked.
 func (s *stmt) Close() error {
 	s.c.stmts--
-	return nil
+	return s.closing
 }
 
 func (s *stmt) NumInput() int { return s.inputs }

@@ -517,6 +517,56 @@ type shoutingConverter struct{}
 
 func (shoutingConverter) ConvertValue(v any) (driver.Value, error) { return fmt.Sprint(v, "!"), nil }
 
+// A prepared statement of the *sql.DB is prepared once on a connection, however often it is run.
+func TestMockStatementIsPreparedOnce(t *testing.T) {
+	t.Parallel()
+	db, mockDB, mock := gatedMock(t, nil)
+	mock.ExpectPrepare("insert")
+	st, err := db.Prepare("insert")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range 3 {
+		mock.ExpectExec("insert").WithArgs(i).WillReturnResult(sqlmock.NewResult(0, int64(i)))
+		res, err := st.Exec(i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n, err := res.RowsAffected(); n != int64(i) || err != nil {
+			t.Error(n, err)
+		}
+	}
+	if err := st.Close(); err != nil {
+		t.Error(err)
+	}
+	closeMock(t, db, mockDB, mock)
+}
+
+// What a statement's close says is said by Close, where database/sql passes it on, and not by Prepare.
+func TestMockStatementCloseError(t *testing.T) {
+	t.Parallel()
+	db, mockDB, mock := gatedMock(t, nil)
+	boom := errors.New("close")
+	mock.ExpectBegin()
+	mock.ExpectPrepare("insert").WillReturnCloseError(boom)
+	mock.ExpectCommit()
+	tx, err := db.Begin()
+	if err != nil {
+		t.Fatal(err)
+	}
+	st, err := tx.Prepare("insert")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := st.Close(); err != boom {
+		t.Errorf("%v, want %v", err, boom)
+	}
+	if err := tx.Commit(); err != nil {
+		t.Error(err)
+	}
+	closeMock(t, db, mockDB, mock)
+}
+
 // Two mocks at once know nothing of each other (F02).
 func TestF02MocksInParallel(t *testing.T) {
 	for i := range 2 {

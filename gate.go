@@ -1023,7 +1023,8 @@ func (g *Gate) worthlessLocked(b *budget, k kind, deadline, now time.Duration, w
 	if deadline == 0 || waiting <= max(1, min(b.limits.Running, g.limits.Running, b.limits.Waiting/2, g.limits.Waiting/2)) {
 		return false
 	}
-	return deadline-now < b.estimates[k].worth()
+	worth := b.estimates[k].worth()
+	return worth != 0 && deadline-now < worth
 }
 
 // wakeLocked takes w out of its queue and tells it how its wait ended.

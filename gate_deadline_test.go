@@ -384,6 +384,43 @@ func TestDeadlineAdmissionRecoversFromAStep(t *testing.T) {
 	}
 }
 
+// lateContext is one whose timer is late, as on a busy machine.
+type lateContext struct {
+	context.Context
+	deadline time.Time
+}
+
+func (c lateContext) Deadline() (time.Time, bool) { return c.deadline, true }
+
+// Without an estimate nobody is refused for a deadline: who stands in a long line past it hears of it from the context.
+func TestDeadlinePassedWithoutAnEstimate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newTestGate(t, Limits{Running: 1, Waiting: 10, MaxWait: time.Hour})
+		h, err := g.acquire(t.Context(), kindTx, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		const callers = 5
+		errs := make(chan error, callers)
+		late, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		for range callers {
+			go func() {
+				_, err := g.acquire(lateContext{late, time.Now().Add(-time.Millisecond)}, kindTx, nil)
+				errs <- err
+			}()
+			synctest.Wait()
+		}
+		for range callers {
+			if err := <-errs; err != context.DeadlineExceeded {
+				t.Errorf("%v, want the context's", err)
+			}
+		}
+		g.release(h, true)
+	})
+}
+
 // Five selects are cut off by their deadline, so the estimate is a guess of as long as that. From then on selects take 0.3 ms, but
 // each has to wait, as transactions keep a line: were all refused, the guess would never be put right.
 func TestEstimateThatOnlyRefusesIsForgotten(t *testing.T) {

@@ -69,7 +69,7 @@ type rawConn interface {
 	discard(ctx context.Context)
 }
 
-// handOnFor is how long a connection is handed on before its pool gets it back: that ends connections by age, and others may
+// handOnFor is how long a connection is handed on before its pool gets it back, as far as the mean hold foretells it: that ends connections by age, and others may
 // wait for one there. While the gate has a queue, that saves most of the way through the pool, and the server's process
 // mostly stays on the processor that it is on.
 const handOnFor = 10 * time.Millisecond
@@ -926,18 +926,27 @@ func (r *dbRaw) QueryContext(ctx context.Context, query string, args []driver.Na
 	return r.rows, nil
 }
 
-// PrepareContext prepares and closes at once: the statement is run as its text (F20).
+// PrepareContext gives a statement that is only to be closed: it is run as its text (F20).
 func (r *dbRaw) PrepareContext(ctx context.Context, query string) (st driver.Stmt, err error) {
 	err = r.run(func(c inner) error {
 		inner, err := c.PrepareContext(ctx, query)
 		if err != nil {
 			return err
 		}
-		st = described(inner.NumInput())
-		return inner.Close()
+		st = &dbStmt{described(inner.NumInput()), r, inner}
+		return nil
 	})
 	return st, err
 }
+
+// dbStmt is a statement of another *sql.DB.
+type dbStmt struct {
+	described
+	r     *dbRaw
+	inner driver.Stmt
+}
+
+func (s *dbStmt) Close() error { return s.r.run(func(inner) error { return s.inner.Close() }) }
 
 func (r *dbRaw) Ping(ctx context.Context) error {
 	return r.run(func(c inner) error {
