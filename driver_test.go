@@ -1408,6 +1408,34 @@ func TestPoolWaitEnds(t *testing.T) {
 	}
 }
 
+// tagged is a context that cannot be compared.
+type tagged struct {
+	context.Context
+	tags map[string]string
+}
+
+// A caller's context may be of any type, also where the pool fails before the bound on waiting for it has begun.
+func TestPoolFailsForAContextThatCannotBeCompared(t *testing.T) {
+	t.Parallel()
+	s := newFake(t)
+	s.f.do(func(_ context.Context, op string) error {
+		switch op {
+		case "exec":
+			return driver.ErrBadConn // the connection that is there already
+		case "connect":
+			return errFake
+		}
+		return nil
+	})
+	soon, cancel := context.WithTimeout(t.Context(), time.Second) // ends before gate_pool_wait does
+	defer cancel()
+	for _, ctx := range []context.Context{t.Context(), soon} {
+		if _, err := s.db.ExecContext(tagged{ctx, map[string]string{"a": "b"}}, "x"); !errors.Is(err, errFake) {
+			t.Errorf("%v, want %v", err, errFake)
+		}
+	}
+}
+
 // A statement on a *sql.Conn that lost its physical connection waits for another one as long as the first did.
 func TestPoolWaitStartsAnew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -177,8 +177,8 @@ func (m *model) worthless(c *modelCall) bool {
 	for _, i := range c.levels() {
 		long = min(long, m.Limits[i].Running, m.Limits[i].Waiting/2)
 	}
-	return m.Aware && c.kind.estimated() && c.deadline >= 0 && line > max(long, 1) &&
-		c.deadline-m.now < m.estimates[c.workload][c.kind].worth()
+	worth := m.estimates[c.workload][c.kind].worth()
+	return m.Aware && c.kind.estimated() && c.deadline >= 0 && line > max(long, 1) && worth != 0 && c.deadline-m.now < worth
 }
 
 func (m *model) run(c *modelCall) {
