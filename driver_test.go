@@ -517,6 +517,23 @@ type shoutingConverter struct{}
 
 func (shoutingConverter) ConvertValue(v any) (driver.Value, error) { return fmt.Sprint(v, "!"), nil }
 
+// What the driver answered to a Ping is said, also where the caller's context ended meanwhile.
+func TestPingTellsTheDriversAnswer(t *testing.T) {
+	t.Parallel()
+	s := newFake(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	s.f.do(func(_ context.Context, op string) error {
+		if op == "ping" {
+			cancel()
+			return errFake
+		}
+		return nil
+	})
+	if err := s.db.PingContext(ctx); err != errFake {
+		t.Errorf("%v, want %v", err, errFake)
+	}
+}
+
 // A prepared statement of the *sql.DB is prepared once on a connection, however often it is run.
 func TestMockStatementIsPreparedOnce(t *testing.T) {
 	t.Parallel()
@@ -1427,9 +1444,7 @@ func TestPoolFailsForAContextThatCannotBeCompared(t *testing.T) {
 		}
 		return nil
 	})
-	soon, cancel := context.WithTimeout(t.Context(), time.Second) // ends before gate_pool_wait does
-	defer cancel()
-	for _, ctx := range []context.Context{t.Context(), soon} {
+	for _, ctx := range []context.Context{t.Context(), within(t, time.Second)} { // the second ends before gate_pool_wait does
 		if _, err := s.db.ExecContext(tagged{ctx, map[string]string{"a": "b"}}, "x"); !errors.Is(err, errFake) {
 			t.Errorf("%v, want %v", err, errFake)
 		}

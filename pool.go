@@ -69,9 +69,9 @@ type rawConn interface {
 	discard(ctx context.Context)
 }
 
-// handOnFor is how long a connection is handed on before its pool gets it back, as far as the mean hold foretells it: that ends connections by age, and others may
-// wait for one there. While the gate has a queue, that saves most of the way through the pool, and the server's process
-// mostly stays on the processor that it is on.
+// handOnFor is how long a connection is handed on, as far as the mean hold foretells it, before its pool gets it back: that
+// ends connections by age, and others may wait for one there. While the gate has a queue, that saves most of the way through
+// the pool, and the server's process mostly stays on the processor that it is on.
 const handOnFor = 10 * time.Millisecond
 
 func (p *physical) giveBack() { p.raw.giveBack() }
