@@ -381,6 +381,7 @@ type slot struct {
 	next     int32 // free places
 	b        *budget
 	since    time.Duration
+	deadline time.Duration // the caller's, 0: none
 	cut      time.Duration // when the caller's deadline ended the operation, 0 if it did not
 	trace    *trace        // nil without gate_leak_threshold
 }
@@ -450,7 +451,7 @@ func (g *Gate) acquireAs(ctx context.Context, k kind, m *member, w *waiter) (han
 	case g.observe:
 		h = g.observeLocked(b, k, deadline, c, g.now())
 	case b.queue.first == nil && g.running < g.limits.Running && b.running < b.limits.Running:
-		h = g.grantLocked(b, k, g.now())
+		h = g.grantLocked(b, k, deadline, g.now())
 	default:
 		h, err = g.wait(ctx, m, b, k, deadline, c, w)
 		g.leaks.took(h)
@@ -682,8 +683,10 @@ func (g *Gate) relabel(h handle, k kind) {
 // drain marks a permit whose caller is gone while the server is not yet known to be done. It counts as running until it
 // is released.
 func (g *Gate) drain(h handle) {
+	now := g.now()
 	g.mu.Lock()
 	if s := g.slotLocked(h); s != nil && !s.draining {
+		s.unsuccessful(now)
 		s.draining = true
 		s.b.draining++
 		g.draining++
@@ -691,15 +694,30 @@ func (g *Gate) drain(h handle) {
 	g.mu.Unlock()
 }
 
-// cutOff tells that the caller's deadline has ended the operation, which therefore would have taken longer than it has.
+// cutOff tells that the deadline of one of the operation's own calls has ended it, which therefore would have taken longer
+// than it has. That the deadline it came with has is seen by itself: it is drained, or comes back unsuccessful, after that.
 func (g *Gate) cutOff(h handle) {
 	now := g.now()
 	g.mu.Lock()
-	if s := g.slotLocked(h); s != nil && s.kind.estimated() {
-		s.cut = now
-		s.b.estimates[s.kind].addAtLeast(now - s.since)
+	if s := g.slotLocked(h); s != nil {
+		s.unsuccessful(now)
+		s.cutOff(now)
 	}
 	g.mu.Unlock()
+}
+
+func (s *slot) cutOff(at time.Duration) {
+	if s.cut == 0 && s.kind.estimated() {
+		s.cut = at
+		s.b.estimates[s.kind].addAtLeast(at - s.since)
+	}
+}
+
+// unsuccessful is told once an operation's work has ended without success.
+func (s *slot) unsuccessful(now time.Duration) {
+	if s.deadline != 0 && now >= s.deadline {
+		s.cutOff(s.deadline)
+	}
 }
 
 // countUnproven counts a drain that ended without proof.
@@ -895,7 +913,7 @@ func (m *mean) add(hold time.Duration) {
 }
 
 // grantLocked takes a slot for an operation that may run.
-func (g *Gate) grantLocked(b *budget, k kind, now time.Duration) handle {
+func (g *Gate) grantLocked(b *budget, k kind, deadline, now time.Duration) handle {
 	g.running++
 	b.running++
 	i := g.free
@@ -907,7 +925,7 @@ func (g *Gate) grantLocked(b *budget, k kind, now time.Duration) handle {
 	}
 	s := &g.slots[i]
 	s.gen++
-	s.kind, s.b, s.since, s.cut, s.draining, s.virtual = k, b, now, 0, false, virtualNone
+	s.kind, s.b, s.since, s.deadline, s.cut, s.draining, s.virtual = k, b, now, deadline, 0, false, virtualNone
 	return handle{i, s.gen, now}
 }
 
@@ -927,6 +945,9 @@ func (g *Gate) takeBackLocked(h handle, s *slot, now time.Duration, ok bool) ret
 	g.meanHold.add(back.hold)
 	if s.b.index > 0 { // the calls without a workload are refused by the gate's limits only
 		s.b.meanHold.add(back.hold)
+	}
+	if !ok {
+		s.unsuccessful(now)
 	}
 	switch {
 	case s.cut > 0:
@@ -980,7 +1001,7 @@ func (g *Gate) handOverLocked(now time.Duration) {
 		return
 	}
 	for w := g.nextLocked(now); w != nil; w = g.nextLocked(now) {
-		w.h = g.grantLocked(w.b, w.kind, now)
+		w.h = g.grantLocked(w.b, w.kind, w.deadline, now)
 		if g.with != nil && w.m == g.withFor {
 			w.with, g.with = g.with, nil
 		}
@@ -1188,7 +1209,7 @@ const (
 // hot path: it looks at the whole virtual queue each time.
 func (g *Gate) observeLocked(b *budget, k kind, deadline time.Duration, c *call, now time.Duration) handle {
 	g.expireLocked(now)
-	h := g.grantLocked(b, k, now)
+	h := g.grantLocked(b, k, deadline, now)
 	v, s := &g.virtual, &g.slots[h.slot]
 	maxWait := g.limits.MaxWait
 	if c.hasMaxWait {

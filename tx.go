@@ -129,9 +129,6 @@ func (t *tx) end(commit bool) (err error) {
 		c.endPooled()
 		return err
 	}
-	if !commit {
-		c.cutOff(t.ctx)
-	}
 	returned := false
 	defer c.guard(&returned)
 	if commit {

@@ -712,6 +712,107 @@ func TestA08NestedTransactionIsRefusedInBoundedTime(t *testing.T) {
 	refused.Wait()
 }
 
+// Wherever a caller's deadline ends its work, the estimate says that it would have taken longer. Where it did not, a line of
+// those that hardly ever succeed was served without an estimate for ever.
+func TestWorkThatItsDeadlineEndedTeachesTheEstimate(t *testing.T) {
+	const deadline = 200 * time.Millisecond
+	const sleep = "select pg_sleep(10)"
+	tests := []struct {
+		name, kind string
+		work       func(ctx context.Context, r *rig) error
+	}{
+		{"statement", "autocommit", func(ctx context.Context, r *rig) error {
+			_, err := r.ExecContext(ctx, sleep)
+			return err
+		}},
+		{"rows", "autocommit", func(ctx context.Context, r *rig) error {
+			rows, err := r.QueryContext(ctx, "select repeat('x', 10000), pg_sleep(0.01) from generate_series(1, 1000)")
+			if err != nil {
+				return err
+			}
+			defer rows.Close()
+			for rows.Next() {
+			}
+			return rows.Err()
+		}},
+		{"transaction", "tx", func(ctx context.Context, r *rig) error {
+			tx, err := r.BeginTx(ctx, nil)
+			if err != nil {
+				return err
+			}
+			defer tx.Rollback()
+			_, err = tx.ExecContext(ctx, sleep)
+			return err
+		}},
+		{"statement's own deadline", "tx", func(ctx context.Context, r *rig) error {
+			tx, err := r.BeginTx(context.Background(), nil)
+			if err != nil {
+				return err
+			}
+			defer tx.Rollback()
+			_, err = tx.ExecContext(ctx, sleep)
+			return err
+		}},
+		{"transaction that is idle", "tx", func(ctx context.Context, r *rig) error {
+			tx, err := r.BeginTx(ctx, nil)
+			if err != nil {
+				return err
+			}
+			defer tx.Rollback()
+			<-ctx.Done()
+			return ctx.Err()
+		}},
+		{"inside Raw", "tx", func(ctx context.Context, r *rig) error {
+			c, err := r.Conn(ctx)
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			tx, err := c.BeginTx(ctx, nil)
+			if err != nil {
+				return err
+			}
+			defer tx.Rollback()
+			return c.Raw(func(dc any) error {
+				pc, err := pgxgated.PgxConn(ctx, dc)
+				if err != nil {
+					return err
+				}
+				_, err = pc.Exec(ctx, sleep)
+				return err
+			})
+		}},
+		{"wait for a connection", "tx", func(ctx context.Context, r *rig) error {
+			for range r.pool.Config().MaxConns {
+				c, err := r.pool.Acquire(context.Background())
+				if err != nil {
+					return err
+				}
+				defer c.Release()
+			}
+			_, err := r.BeginTx(ctx, nil)
+			return err
+		}},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			r := newRig(t, setup{opts: []pgxgated.Option{pgxgated.WithDeadlineAdmission(true)}})
+			must(t, r.Ping()) // there is a connection
+			for range 5 {
+				ctx, cancel := context.WithTimeout(context.Background(), deadline)
+				if err := test.work(ctx, r); !errors.Is(ctx.Err(), context.DeadlineExceeded) {
+					t.Fatalf("before its deadline: %v", err)
+				}
+				cancel()
+				r.idle()
+			}
+			if got := r.gate.Stats().Estimates[test.kind]; got < deadline/2 || got > 2*deadline {
+				t.Errorf("estimates %v, want %s of some %v", r.gate.Stats().Estimates, test.kind, deadline)
+			}
+		})
+	}
+}
+
 // Refusals open no connection and are never ErrBadConn (I8).
 func TestRefusalOpensNoConnection(t *testing.T) {
 	r := newRig(t, setup{limits: &pgxgated.Limits{Running: 1}})
