@@ -268,6 +268,27 @@ func TestEstimatorLearnsFromWhatWasCutOff(t *testing.T) {
 	}
 }
 
+// The first were successful on connections that were still to be made, so that what comes after them is cut off sooner each time:
+// before there is an estimate that counts, as nothing but its absence has let it in.
+func TestEstimatorLearnsFromWhatIsCutOffSoonerInTheBeginning(t *testing.T) {
+	var e estimator
+	e.add(110 * time.Millisecond)
+	e.add(100 * time.Millisecond)
+	for i := 2; i < estimatorMin; i++ {
+		if got := e.p10(); got != 0 {
+			t.Errorf("estimate %v after %d", got, i)
+		}
+		e.addAtLeast(time.Duration(i) * time.Millisecond)
+	}
+	if got := e.p10(); got <= 96*time.Millisecond || got > 100*time.Millisecond {
+		t.Errorf("estimate %v, want the shortest success of 100 ms", got)
+	}
+	e.add(20 * time.Millisecond)
+	if got := e.p10(); got <= 19*time.Millisecond || got > 20*time.Millisecond {
+		t.Errorf("estimate %v after one of 20 ms, want just that", got)
+	}
+}
+
 // Where what comes is cut off time and again, how little was not enough says less than the shortest success, or than the longest that was cut off.
 func TestEstimatorLearnsFromARowOfThoseCutOff(t *testing.T) {
 	for _, c := range []struct {

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -314,6 +315,90 @@ func TestDeadlineAdmissionLosesNothing(t *testing.T) {
 						t.Errorf("sort %d: %.2f %% of %v refused wrongly, want 0.5 %% at most", i, 100*share, n)
 					}
 				}
+			})
+		}
+	}
+}
+
+// Callers come back as soon as they have their answer, ten times as many as may run, with deadlines of up to six holds. What
+// they leave cut off costs its connection, and whoever needs a new one waits for it under the permit: with one made after the
+// other, four cut off make the next four hold for longer than most deadlines, and so on. The line has to get out of
+// that, in the beginning, when no connection is there yet, too.
+func TestStormInWhichWhatIsCutOffCostsItsConnection(t *testing.T) {
+	const running, callers, service, length = 4, 40, 20 * time.Millisecond, 10 * time.Second
+	for _, connect := range []time.Duration{5 * time.Millisecond, 25 * time.Millisecond, 60 * time.Millisecond} {
+		for seed := range uint64(8) {
+			t.Run(fmt.Sprintf("%v to connect/seed=%d", connect, seed), func(t *testing.T) {
+				t.Parallel()
+				synctest.Test(t, func(t *testing.T) {
+					g := newTestGate(t, Limits{Running: running, Waiting: 10 * running, MaxWait: serveMaxWait})
+					idle, connecting := make(chan struct{}, 2*running), make(chan struct{}, 1)
+					var open, made, good atomic.Int64
+					take := func(ctx context.Context) error {
+						select {
+						case <-idle:
+							return nil
+						default:
+						}
+						if open.Add(1) <= int64(cap(idle)) {
+							made.Add(1)
+							go func() { // whoever wanted it may be gone by then
+								connecting <- struct{}{}
+								time.Sleep(connect)
+								<-connecting
+								idle <- struct{}{}
+							}()
+						} else {
+							open.Add(-1)
+						}
+						select {
+						case <-idle:
+							return nil
+						case <-ctx.Done():
+							return ctx.Err()
+						}
+					}
+					call := func(ctx context.Context) {
+						h, err := g.acquire(ctx, kindTx, nil)
+						if err != nil {
+							<-ctx.Done() // as a caller that comes back with its next request
+							return
+						}
+						if take(ctx) != nil {
+							g.release(h, false)
+							return
+						}
+						select {
+						case <-time.After(service):
+							good.Add(1)
+							idle <- struct{}{}
+							g.release(h, true)
+						case <-ctx.Done():
+							g.drain(h)
+							time.Sleep(5 * time.Millisecond)
+							open.Add(-1)
+							g.release(h, false)
+						}
+					}
+					start := time.Now()
+					var wg sync.WaitGroup
+					for i := range callers {
+						r := rand.New(rand.NewPCG(seed, uint64(i)))
+						wg.Go(func() {
+							for time.Since(start) < length {
+								ctx, cancel := context.WithTimeout(context.Background(), time.Duration(r.Int64N(int64(6*service))))
+								call(ctx)
+								cancel()
+							}
+						})
+					}
+					wg.Wait()
+					share := float64(good.Load()) * service.Seconds() / (running * length.Seconds())
+					t.Logf("%.2f of what the permits could do, %d connections made; %+v", share, made.Load(), g.Stats())
+					if share < 0.8 {
+						t.Errorf("%.2f of what the permits could do, want 0.8", share)
+					}
+				})
 			})
 		}
 	}

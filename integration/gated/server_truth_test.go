@@ -104,6 +104,7 @@ func TestServerTruth(t *testing.T) {
 			dsn := pgtest.Shared(t).Database(t)
 			newTruth(t, dsn).Exec(truthSchema)
 
+			var plain int64
 			t.Run("plain pgx", func(t *testing.T) {
 				db, err := sql.Open("pgx", dsn)
 				must(t, err)
@@ -111,6 +112,7 @@ func TestServerTruth(t *testing.T) {
 				db.SetMaxOpenConns(p)
 				s := storm(t, db, callers, f.work, func(error) bool { return true })
 				n := overLimits(t, dsn)
+				plain = s.done.Load()
 				t.Logf("%d over-limits, goodput %.0f/s, %s", n, s.goodput(), s)
 			})
 			t.Run("pgx-gated", func(t *testing.T) {
@@ -133,8 +135,8 @@ func TestServerTruth(t *testing.T) {
 				if n != 0 {
 					t.Errorf("%d times more than %d operations were at work on the server", n, b)
 				}
-				if s.done.Load() == 0 {
-					t.Error("nothing was committed")
+				if done := s.done.Load(); done == 0 || 2*done < plain { // usually it is several times as much
+					t.Errorf("%d committed, %d by plain pgx", done, plain)
 				}
 				if n := r.gate.Stats().DrainsUnproven; n != 0 {
 					t.Errorf("%d permits came back without proof", n)
