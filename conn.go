@@ -169,7 +169,7 @@ func (c *conn) begin(ctx context.Context, k kind, pinned bool) error {
 		}
 	}
 	if l.tx == nil {
-		if l.things++; l.things == 2 && l.gated && !l.pinned {
+		if l.things++; l.things > 1 && l.gated {
 			c.c.gate.relabel(l.permit, kindPinned)
 		}
 	}
@@ -292,7 +292,7 @@ func (c *conn) note(ctx context.Context, err error) {
 
 // cutOff tells the gate if the caller's deadline has ended the work.
 func (c *conn) cutOff(ctx context.Context) {
-	if c.l.things == 1 && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 		c.c.gate.cutOff(c.l.permit)
 	}
 }
@@ -628,7 +628,7 @@ func (c *conn) endPooled() {
 	case l.pinned && l.p.conn != nil && l.p.conn.PgConn().IsBusy():
 		// It was refused since the rows of another operation are open. The permit stays out until those are closed (I6).
 	case l.pinned:
-		c.c.gate.release(l.permit, l.ok && l.things == 1)
+		c.c.gate.release(l.permit, l.ok)
 		l.permit, l.gated = handle{}, false
 	}
 }
@@ -647,12 +647,11 @@ func (c *conn) end(destroy bool) {
 	case l.p == nil:
 		g.release(l.permit, false)
 	case !destroy && l.p.raw.usable():
-		ok := l.ok && l.things == 1
-		if l.p.handOn && c.c.asking.Load() == 0 && g.handOn(l.permit, ok, &c.c.member, l.p, l.p.until) {
+		if l.p.handOn && c.c.asking.Load() == 0 && g.handOn(l.permit, l.ok, &c.c.member, l.p, l.p.until) {
 			break
 		}
 		l.p.giveBack()
-		g.release(l.permit, ok)
+		g.release(l.permit, l.ok)
 	case l.permit == handle{}:
 		discard(l.p)
 	case l.fresh && l.p.conn == nil:

@@ -854,6 +854,36 @@ func TestF6PinnedKeepsItsSession(t *testing.T) {
 	}
 }
 
+// What comes later on a pinned connection says nothing about other work, be it cut off or successful, although below such a
+// wrapper each has a permit of its own.
+func TestF6PinnedTeachesNoEstimate(t *testing.T) {
+	for name, hide := range hiding {
+		t.Run(name, func(t *testing.T) {
+			s := newFakeBelow(t, hide)
+			s.keeps = true
+			c, err := s.db.Conn(ctxBG)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			s.f.do(func(ctx context.Context, op string) error {
+				if op == "exec" {
+					<-ctx.Done()
+				}
+				return nil
+			})
+			for range 2 * estimatorMin {
+				if _, err := c.ExecContext(within(t, 10*time.Millisecond), "x"); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if e := s.g.Stats().Estimates; len(e) != 0 {
+				t.Errorf("estimates %v", e)
+			}
+		})
+	}
+}
+
 // F6: one warning that names the remedy; and none where the remedy is in place, or nothing is hidden.
 func TestF6WarnsOnceWithTheRemedy(t *testing.T) {
 	for name, hide := range hiding {

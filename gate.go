@@ -671,7 +671,7 @@ func (g *Gate) handOn(h handle, ok bool, m *member, what luggage, until time.Dur
 type luggage interface{ giveBack() }
 
 // relabel tells the gate that an operation has turned out to be of another kind: a connection that does a second thing
-// under one permit is pinned, which cannot be known when it does its first.
+// before it is returned is pinned, which cannot be known when it does its first.
 func (g *Gate) relabel(h handle, k kind) {
 	g.mu.Lock()
 	if s := g.slotLocked(h); s != nil {

@@ -332,15 +332,16 @@ func TestStormInWhichWhatIsCutOffCostsItsConnection(t *testing.T) {
 				t.Parallel()
 				synctest.Test(t, func(t *testing.T) {
 					g := newTestGate(t, Limits{Running: running, Waiting: 10 * running, MaxWait: serveMaxWait})
-					idle, connecting := make(chan struct{}, 2*running), make(chan struct{}, 1)
-					var open, made, good atomic.Int64
+					places, idle, connecting := make(chan struct{}, 2*running), make(chan struct{}, 2*running), make(chan struct{}, 1)
+					var made, good atomic.Int64
 					take := func(ctx context.Context) error {
 						select {
 						case <-idle:
 							return nil
 						default:
 						}
-						if open.Add(1) <= int64(cap(idle)) {
+						select {
+						case places <- struct{}{}:
 							made.Add(1)
 							go func() { // whoever wanted it may be gone by then
 								connecting <- struct{}{}
@@ -348,8 +349,7 @@ func TestStormInWhichWhatIsCutOffCostsItsConnection(t *testing.T) {
 								<-connecting
 								idle <- struct{}{}
 							}()
-						} else {
-							open.Add(-1)
+						default: // all are open
 						}
 						select {
 						case <-idle:
@@ -376,7 +376,7 @@ func TestStormInWhichWhatIsCutOffCostsItsConnection(t *testing.T) {
 						case <-ctx.Done():
 							g.drain(h)
 							time.Sleep(5 * time.Millisecond)
-							open.Add(-1)
+							<-places
 							g.release(h, false)
 						}
 					}

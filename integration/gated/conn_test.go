@@ -736,50 +736,27 @@ func TestWorkThatItsDeadlineEndedTeachesTheEstimate(t *testing.T) {
 			return rows.Err()
 		}},
 		{"transaction", "tx", func(ctx context.Context, r *rig) error {
-			tx, err := r.BeginTx(ctx, nil)
-			if err != nil {
-				return err
-			}
-			defer tx.Rollback()
-			_, err = tx.ExecContext(ctx, sleep)
+			_, err := pgxgated.InTx(ctx, r.DB, nil, func(ctx context.Context, tx *sql.Tx) (sql.Result, error) { return tx.ExecContext(ctx, sleep) })
 			return err
 		}},
 		{"statement's own deadline", "tx", func(ctx context.Context, r *rig) error {
-			tx, err := r.BeginTx(context.Background(), nil)
-			if err != nil {
-				return err
-			}
-			defer tx.Rollback()
-			_, err = tx.ExecContext(ctx, sleep)
+			_, err := pgxgated.InTx(context.Background(), r.DB, nil, func(_ context.Context, tx *sql.Tx) (sql.Result, error) { return tx.ExecContext(ctx, sleep) })
 			return err
 		}},
 		{"transaction that is idle", "tx", func(ctx context.Context, r *rig) error {
-			tx, err := r.BeginTx(ctx, nil)
-			if err != nil {
-				return err
-			}
-			defer tx.Rollback()
-			<-ctx.Done()
-			return ctx.Err()
+			_, err := pgxgated.InTx(ctx, r.DB, nil, func(ctx context.Context, _ *sql.Tx) (any, error) { <-ctx.Done(); return nil, ctx.Err() })
+			return err
 		}},
 		{"inside Raw", "tx", func(ctx context.Context, r *rig) error {
-			c, err := r.Conn(ctx)
-			if err != nil {
-				return err
-			}
-			defer c.Close()
-			tx, err := c.BeginTx(ctx, nil)
-			if err != nil {
-				return err
-			}
-			defer tx.Rollback()
-			return c.Raw(func(dc any) error {
-				pc, err := pgxgated.PgxConn(ctx, dc)
-				if err != nil {
+			return inTxOnConn(ctx, r.DB, func(c *sql.Conn, _ *sql.Tx) error {
+				return c.Raw(func(dc any) error {
+					pc, err := pgxgated.PgxConn(ctx, dc)
+					if err != nil {
+						return err
+					}
+					_, err = pc.Exec(ctx, sleep)
 					return err
-				}
-				_, err = pc.Exec(ctx, sleep)
-				return err
+				})
 			})
 		}},
 		{"wait for a connection", "tx", func(ctx context.Context, r *rig) error {

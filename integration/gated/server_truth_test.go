@@ -214,6 +214,26 @@ func inTx(statement string) func(context.Context, *sql.DB) error {
 
 // copyIn copies 20 ms long, or until somebody has enough: pgx does not stop asking a source that has more.
 func copyIn(ctx context.Context, db *sql.DB) error {
+	return inTxOnConn(ctx, db, func(c *sql.Conn, tx *sql.Tx) error {
+		if _, err := tx.ExecContext(ctx, "select enter(4)"); err != nil {
+			return err
+		}
+		return c.Raw(func(dc any) error {
+			pc, err := pgxOf(ctx, dc)
+			if err != nil {
+				return err
+			}
+			_, err = pc.PgConn().CopyFrom(ctx, &slowReader{lines: 10, every: 2 * time.Millisecond}, "copy copied from stdin")
+			if err != nil && ctx.Err() != nil {
+				return ctx.Err() // pgx's own call may say that its connection was closed
+			}
+			return err
+		})
+	})
+}
+
+// inTxOnConn runs f in a transaction on a *sql.Conn.
+func inTxOnConn(ctx context.Context, db *sql.DB, f func(*sql.Conn, *sql.Tx) error) error {
 	c, err := db.Conn(ctx)
 	if err != nil {
 		return err
@@ -224,21 +244,7 @@ func copyIn(ctx context.Context, db *sql.DB) error {
 		return err
 	}
 	defer tx.Rollback()
-	if _, err := tx.ExecContext(ctx, "select enter(4)"); err != nil {
-		return err
-	}
-	err = c.Raw(func(dc any) error {
-		pc, err := pgxOf(ctx, dc)
-		if err != nil {
-			return err
-		}
-		_, err = pc.PgConn().CopyFrom(ctx, &slowReader{lines: 10, every: 2 * time.Millisecond}, "copy copied from stdin")
-		if err != nil && ctx.Err() != nil {
-			return ctx.Err() // pgx's own call may say that its connection was closed
-		}
-		return err
-	})
-	if err != nil {
+	if err := f(c, tx); err != nil {
 		return err
 	}
 	return tx.Commit()
